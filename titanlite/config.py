@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import tomli
-
 from titanlite.utils import ConfigError, nearest
 
 
@@ -166,3 +164,225 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+
+
+Origins = Mapping[str, str]  # dotted key -> "file:line" or "the command line"; a key not in it stands at its default
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
+    """The configuration of a TOML file with dotted command-line `overrides` on top, and where each value came from.
+
+    Raises ConfigError for a missing file, a syntax error, an unknown key, a wrong type or a value that is not allowed.
+    """
+    path = Path(path)
+    found = _read_toml(path, seen=())
+    cfg = Config()
+    for key, (value, origin) in found.items():
+        cfg = _replace(cfg, key, _checked(key, value, origin))
+    if not cfg.job.name:
+        cfg = _replace(cfg, "job.name", path.stem)
+    origins = {key: origin for key, (_, origin) in found.items()}
+    if overrides:
+        cfg, given = _apply_overrides(cfg, overrides)
+        origins |= dict.fromkeys(given, "the command line")
+    return cfg, origins
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """Dotted key -> value, in the order of declaration."""
+    return {key: _get(cfg, key) for key in KEYS}
+
+
+def to_toml(cfg: Config) -> str:
+    """A TOML file that gives this configuration again, whatever the defaults become (None has no TOML form: left out)."""
+    lines, section = [], None
+    for key, value in to_dict(cfg).items():
+        prefix, name = key.rsplit(".", 1)
+        if value is None:
+            continue
+        if prefix != section:
+            section = prefix
+            lines += ["", f"[{section}]"]
+        value = list(value) if isinstance(value, tuple) else value
+        lines.append(f"{name} = {repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    leaves = {}
+    for name, kind in get_type_hints(cls).items():
+        leaves |= _leaves(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: kind}
+    return leaves
+
+
+KEYS: dict[str, Any] = _leaves(Config)  # dotted key -> type
+SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}
+
+
+def _get(cfg: Any, key: str) -> Any:
+    for name in key.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
+
+
+def _replace(cfg: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    return dataclasses.replace(cfg, **{name: _replace(getattr(cfg, name), rest, value) if rest else value})
+
+
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
+    """Dotted key -> (value, "file:line"), those of `extends` first."""
+    import tomli
+
+    try:
+        text = path.read_bytes().decode()
+    except OSError as e:
+        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
+    except UnicodeDecodeError as e:
+        raise ConfigError(f"{path}: not UTF-8 at byte {e.start}") from e
+    try:
+        table = tomli.loads(text)
+    except tomli.TOMLDecodeError as e:
+        raise ConfigError(f"{path}:{min(e.lineno, text.count(chr(10)) + 1)}: not TOML: {e.msg}") from e
+
+    found: dict[str, tuple[Any, str]] = {}
+    lines = _key_lines(text)
+    base = table.pop("extends", None)
+    if base is not None:
+        where = f"{path}:{lines.get('extends', 1)}"
+        if not isinstance(base, str):
+            raise ConfigError(f"{where}: extends = {base!r}: expected the path of a TOML file, relative to this one")
+        base_path = path.parent / base
+        if base_path.resolve() in (*seen, path.resolve()):
+            raise ConfigError(f"{where}: extends = {base!r} leads back to itself")
+        if not base_path.is_file():
+            raise ConfigError(f"{where}: extends = {base!r}: there is no file {base_path}")
+        found |= _read_toml(base_path, (*seen, path.resolve()))
+
+    def walk(node: dict[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            key = prefix + name
+            where = f"{path}:{lines.get(key, 1)}"
+            if key in KEYS:
+                found[key] = (value, where)
+            elif not isinstance(value, dict):
+                raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, KEYS)}")
+            elif key in SECTIONS:
+                walk(value, key + ".")
+            else:
+                raise ConfigError(f"{where}: unknown section [{key}]{nearest(key, SECTIONS)}")
+
+    walk(table, "")
+    return found
+
+
+_HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+")
+_ASSIGN = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Dotted key or section -> the line it stands on (tomli gives lines for syntax errors only)."""
+    lines: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            section = _plain(header[1]) + "."
+            key = section[:-1]
+        elif assign := _ASSIGN.match(line):
+            key = section + _plain(assign[1])
+        else:
+            continue
+        parts = key.split(".")
+        for n in range(1, len(parts) + 1):  # a section may only ever appear inside a longer name
+            lines.setdefault(".".join(parts[:n]), number)
+    return lines
+
+
+def _plain(key: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+
+
+def _allowed(kind: Any) -> str:
+    """A type in the user's words."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_allowed(k) for k in get_args(kind) if k is not types.NoneType)
+    if origin is tuple:
+        return f"a list, each {_allowed(get_args(kind)[0])}"
+    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+
+
+def _convert(value: Any, kind: Any) -> Any:
+    """`value` as `kind`; raises TypeError where it is something else."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return _convert(value, next(k for k in get_args(kind) if k is not types.NoneType))
+    if origin is Literal and isinstance(value, str) and value in get_args(kind):
+        return value
+    if origin is tuple and isinstance(value, list):
+        return tuple(_convert(v, get_args(kind)[0]) for v in value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise TypeError
+
+
+def _checked(key: str, value: Any, where: str) -> Any:
+    try:
+        return _convert(value, KEYS[key])
+    except TypeError:
+        choices = get_args(KEYS[key]) if get_origin(KEYS[key]) is Literal else ()
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{where}: {key} = {value!r}: expected {_allowed(KEYS[key])}{hint}") from None
+
+
+def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set[str]]:
+    """`--section.key value` on top of `cfg`, parsed by tyro; also `--section.flag`, `--section.no-flag`, `--section.flag true`."""
+    import tyro
+
+    args, given = [], set()
+    for word in overrides:
+        if args and word.lower() in ("true", "false") and (flag := _flag(args[-1])):
+            args[-1] = f"--{flag}" if word.lower() == "true" else _negated(flag)
+            continue
+        if word.startswith("--") and word != "--help":
+            name, equals, value = word[2:].partition("=")
+            key = _normal(name)
+            if key not in KEYS:
+                raise ConfigError(f"unknown option --{name}{nearest(key, KEYS)} (options are --section.key value)")
+            given.add(key)
+            if equals and KEYS[key] is bool and value.lower() in ("true", "false"):
+                word = f"--{key}" if value.lower() == "true" else _negated(key)
+        args.append(word)
+
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            cfg = tyro.cli(Config, default=cfg, args=args, use_underscores=True, prog="titanlite train CONFIG.toml")
+    except SystemExit as e:
+        if e.code == 0:  # --help
+            print(printed.getvalue(), end="")
+            raise
+        raise ConfigError(f"on the command line: {' '.join(overrides)}\n{printed.getvalue().rstrip()}") from None
+    return cfg, given
+
+
+def _normal(name: str) -> str:
+    """The key an option names, `--checkpoint.no-enable` included."""
+    key = name.replace("-", "_")
+    head, _, last = key.rpartition(".")
+    positive = f"{head}.{last.removeprefix('no_')}"
+    return positive if key not in KEYS and KEYS.get(positive) is bool else key
+
+
+def _flag(word: str) -> str | None:
+    key = word[2:].replace("-", "_")
+    return key if word.startswith("--") and KEYS.get(key) is bool else None
+
+
+def _negated(key: str) -> str:
+    head, _, last = key.rpartition(".")
+    return f"--{head}.no_{last}"

@@ -1,6 +1,7 @@
 """What every layer may use: the user's mistakes as one exception type, exit codes and the log."""
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,9 @@ class ConfigError(ValueError):
     def __init__(self, message: str, *keys: str):
         super().__init__(message)
         self.keys = keys
+
+    def __reduce__(self):  # it travels between processes
+        return ConfigError, (str(self), *self.keys)
 
 
 def explain(error: ConfigError, origins: Mapping[str, str]) -> str:
@@ -44,7 +48,7 @@ def setup_logging(log_file: Path | None, *, console: bool) -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     if console:
-        handler = logging.StreamHandler()
+        handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)
     if log_file is not None:

@@ -1,0 +1,106 @@
+"""Layers that model families share: plain PyTorch, no distributed code.
+
+Shape letters are logical sizes: B rows, S tokens, D model width, H heads, K key-value heads, E head width, F feed-forward width.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of low rotary frequencies (Llama 3 herd of models, 2024, as in Meta's reference code)."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """[E / 2] fp32, radians a position."""
+    freqs = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if scaling is None:
+        return freqs
+    turns = scaling.original_max_position * freqs / (2 * math.pi)  # over the original context
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return freqs * keep + freqs / scaling.factor * (1 - keep)
+
+
+class Rope(nn.Module):
+    """Rotary position embedding (RoFormer, arXiv 2104.09864), pairs (2i, 2i + 1) as in Llama's native weights.
+
+    The buffer holds the frequencies only: angles are made from `positions`, so any position works and 128k tokens
+    over 126 layers keep no tables. It stays in fp32 (or fp64) whatever the parameters are in.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None):
+        super().__init__()
+        self.args = (head_dim, theta, scaling)
+        self.register_buffer("freqs", rope_frequencies(*self.args), persistent=False)
+
+    def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.freqs = rope_frequencies(*self.args).to(device, dtype)
+
+    def forward(self, x_BSHE: Tensor, positions_BS: Tensor) -> Tensor:
+        angles = positions_BS[:, :, None, None] * self.freqs
+        cos, sin = angles.cos(), angles.sin()
+        even, odd = x_BSHE.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x_BSHE)
+
+
+class AttentionCore(nn.Module):
+    """Causal attention within each document. A submodule of its own, so that a pass may replace its forward."""
+
+    def forward(
+        self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
+    ) -> Tensor:
+        """Returns [B, S, H, E]. A query sees the keys of its own document at its position or before."""
+        mask = None
+        if documents is not None:
+            mask = (documents[:, :, None] == documents[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
+            mask = mask[:, None]
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None
+    ):
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.rope = Rope(head_dim, rope_theta, scaling)
+        self.core = AttentionCore()
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        B, S = x_BSD.shape[:2]
+        q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        out = self.core(self.rope(q, positions), self.rope(k, positions), v, positions, documents)
+        return self.wo(out.reshape(B, S, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))

@@ -1,0 +1,100 @@
+"""Where a run's figures go: the console, metrics.jsonl and TensorBoard. Rank 0 only."""
+
+import json
+import math
+import os
+import resource
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.utils import logger
+
+GIB = 1024**3
+
+# Dense bf16 peak of one device in TFLOP/s, by a part of its name (makers' data sheets). MFU is left out for others.
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "H200": 989.4,
+    "B200": 2250.0,
+    "MI250X": 191.5,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+    "L40S": 362.0,
+}
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak, or None where it is not in the table."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory held since the start: reserved by the allocator on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class MetricsLogger:
+    """Writes one JSON object a line, whole lines only, so that a killed run leaves a readable file."""
+
+    def __init__(self, run_dir: Path, *, tensorboard_folder: str | None, start_step: int, total_steps: int):
+        self.total_steps = total_steps
+        path = run_dir / "metrics.jsonl"
+        _cut_torn_line(path)
+        self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.tensorboard = None
+        if tensorboard_folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.tensorboard = SummaryWriter(str(run_dir / tensorboard_folder), purge_step=start_step + 1)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Something that happened, as an object with `event`."""
+        self._write({"event": name, **facts, "time": time.time()})
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One logged step: a line on the console, an object in metrics.jsonl, scalars in TensorBoard."""
+        record = {**record, "time": time.time()}
+        self._write(record)
+        if self.tensorboard is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name not in ("step", "time"):
+                    self.tensorboard.add_scalar(name, value, record["step"])
+        logger.info(self._line(record))
+
+    def close(self) -> None:
+        os.close(self.file)
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        os.write(self.file, (json.dumps(record) + "\n").encode())
+
+    def _line(self, r: dict[str, Any]) -> str:
+        left = timedelta(seconds=round((self.total_steps - r["step"]) * r["step_time_s"]))
+        mfu = "n/a" if r["mfu"] is None else f"{r['mfu']:.1%}"
+        line = (
+            f"step {r['step']:>{len(str(self.total_steps))}}/{self.total_steps}  loss {r['loss']:8.4f}  "
+            f"grad_norm {r['grad_norm']:8.4f}  lr {r['lr']:.2e}  tokens/s {r['tokens_per_s']:>9,.0f}  "
+            f"TFLOP/s {r['tflops']:7.3f}  MFU {mfu:>5}  memory {r['memory_gib']:6.2f} GiB  ETA {left}"
+        )
+        return line if r.get("validation_loss") is None else f"{line}  validation_loss {r['validation_loss']:.4f}"
+
+
+def _cut_torn_line(path: Path) -> None:
+    """A writer killed in the middle of a line leaves a part of it: cut that off."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        with path.open("r+b") as f:
+            f.truncate(data.rfind(b"\n") + 1)

@@ -1,0 +1,27 @@
+"""Recompute and `torch.compile` of each block: one step, because their order depends."""
+
+import torch
+from torch import nn
+
+from titanlite.config import ActivationCheckpoint, Compile
+from titanlite.parallel.plan import ParallelPlan
+from titanlite.parallel.recompute import recomputed, recomputed_by_operator
+from titanlite.utils import logger
+
+
+def apply_recompute_and_compile(part: nn.Module, plan: ParallelPlan, ac: ActivationCheckpoint, cfg: Compile) -> None:
+    """Replaces each block's forward. Recompute by operator lies inside the compiled region, full recompute outside it."""
+    by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
+    every = {"none": 0, "full": 1}.get(ac.mode, 0 if by_operator else int(ac.selective_ac_option))
+    compiled = cfg.enable and "model" in cfg.components
+    for name, block in plan.blocks_of(part).items():
+        forward = block.forward
+        if by_operator:
+            forward = recomputed_by_operator(forward)
+        if compiled:
+            forward = torch.compile(forward, backend=cfg.backend, fullgraph=True)
+        if every and int(name.rsplit(".", 1)[-1]) % every == 0:
+            forward = recomputed(forward)
+        block.forward = forward
+    if compiled or by_operator or every:
+        logger.info(f"recompute={'op' if by_operator else f'every {every}' if every else 'none'} compile={compiled}")

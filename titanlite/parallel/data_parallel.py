@@ -1,0 +1,62 @@
+"""Data parallel by FSDP2: replicate, shard (ZeRO-3) and HSDP are one call with other meshes; also mixed precision."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from titanlite.config import Parallelism, Training
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.plan import ParallelPlan
+from titanlite.utils import logger
+
+
+def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism, training: Training) -> None:
+    """Shards or replicates blocks, then what surrounds them, then the root. Gradients are sums over ranks, never means.
+
+    One rank alone is wrapped too where the forward runs in another dtype, or it would silently stay in fp32.
+    """
+    degrees = mesh.degrees
+    mixed = training.mixed_precision_param != training.dtype
+    if degrees.dp_replicate * degrees.fsdp == 1 and not mixed and not training.enable_cpu_offload:
+        return
+
+    options = {
+        "mesh": mesh.dense["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else mesh.dense["fsdp"],
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=getattr(torch, training.mixed_precision_param),
+            reduce_dtype=None if training.dtype == "float64" else getattr(torch, training.mixed_precision_reduce),
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")
+        if training.enable_cpu_offload
+        else OffloadPolicy(),
+    }
+    reshard = degrees.fsdp > 1 and cfg.fsdp_reshard_after_forward != "never"
+    for block in plan.blocks_of(part).values():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+
+    first = [m for name in plan.first if (m := part.get_submodule(name)) is not None]
+    last = [m for name in plan.last if (m := part.get_submodule(name)) is not None]
+    # Backward needs the last modules at once, so they stay gathered; tied parameters must lie in one group.
+    groups = [(first, reshard), (last, reshard and cfg.fsdp_reshard_after_forward == "always")]
+    if any(is_tied(part, *pair) for pair in plan.tied):
+        groups = [(first + last, False)]
+    for modules, reshard_group in groups:
+        if modules:
+            fully_shard(modules, reshard_after_forward=reshard_group, **options)
+    fully_shard(part, reshard_after_forward=reshard, **options)
+
+    for module in fsdp_modules(part):
+        module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
+        if mesh.device.type == "cpu" and degrees.dp_replicate * degrees.fsdp > 1:
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} param={training.mixed_precision_param}")
+
+
+def fsdp_modules(part: nn.Module) -> list[FSDPModule]:
+    return [m for m in part.modules() if isinstance(m, FSDPModule)]
+
+
+def is_tied(part: nn.Module, name: str, canonical: str) -> bool:
+    """Whether the two names stand for one parameter in this part."""
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    return name in parameters and parameters.get(canonical) is parameters[name]

@@ -1,0 +1,92 @@
+"""Process groups: the device, the launch environment and the named views of one root mesh."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titanlite.config import Comm
+from titanlite.parallel.compat import unflatten
+from titanlite.parallel.degrees import Degrees
+from titanlite.utils import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Views of one root: FSDP takes a mesh of a foreign root without complaint, so there is only one.
+
+    data   (pp, batch, cp, tp): who reads which rows
+    dense  (pp, dp_replicate, fsdp, tp): how parameters are laid out; fsdp = dp_shard * cp
+    """
+
+    degrees: Degrees
+    device: torch.device
+    data: DeviceMesh
+    dense: DeviceMesh
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def batch_rank(self) -> int:
+        """Ranks of one batch rank read the same rows."""
+        return self.data.get_local_rank("batch")
+
+    @property
+    def counts_labels(self) -> bool:
+        """One rank among those that hold the same labels."""
+        return self.data.get_local_rank("tp") == 0 and self.data.get_local_rank("pp") == 0
+
+
+def init_distributed(comm: Comm) -> torch.device:
+    """Joins the gang that torchrun started (or makes one of this process alone); returns this rank's device."""
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device.index)
+    if not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, timeout=timeout, **alone)
+    return device
+
+
+def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
+    """The named views over all ranks, tp innermost so that its ranks are neighbours on one node."""
+    world = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
+    d = degrees
+    return Mesh(
+        degrees=d,
+        device=device,
+        data=unflatten(world, ("pp", "batch", "cp", "tp"), (d.pp, d.batch, d.cp, d.tp)),
+        dense=unflatten(world, ("pp", "dp_replicate", "fsdp", "tp"), (d.pp, d.dp_replicate, d.fsdp, d.tp)),
+    )
+
+
+T = TypeVar("T")
+
+
+def on_all_ranks(fn: Callable[[], T]) -> T:
+    """`fn()`, run by every rank. If it is a user's mistake on some rank, all ranks raise the first one, so none waits."""
+    result, error = None, None
+    try:
+        result = fn()
+    except ConfigError as e:
+        error = e
+    errors: list[ConfigError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for error in errors:
+        if error is not None:
+            raise error
+    return result

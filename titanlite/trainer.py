@@ -1,0 +1,163 @@
+"""`setup(cfg)` builds a run from its configuration; `train_step` takes it one optimizer step further."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titanlite.batch import IGNORE, Batch
+from titanlite.config import Config
+from titanlite.losses import cross_entropy
+from titanlite.models import get_args, get_family, get_model
+from titanlite.optim import build_optimizer, local_gradients, local_square_sum, lr_factor
+from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
+from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
+from titanlite.parallel.parallelize import materialize, parallelize
+from titanlite.utils import ConfigError, logger
+from titanlite.validate import validate
+
+
+class TrainingFault(RuntimeError):
+    """Training cannot go on; nothing bad was applied. All ranks raise it together."""
+
+
+@dataclass
+class Run:
+    """A model being trained. `step` and `tokens` say how far it is; the rest does not change."""
+
+    cfg: Config
+    mesh: Mesh
+    parts: list[nn.Module]
+    optimizer: torch.optim.Optimizer
+    forward_backward: ForwardBackward
+    loss_fn: LossFn
+    flops_per_token: int
+    step: int = 0
+    tokens: int = 0  # labels trained on, over all ranks
+    stop_asked: bool = False  # a signal came in on this rank
+    data_error: Exception | None = None  # this rank could not read its rows
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (p for part in self.parts for p in part.parameters())
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    loss: float  # nats a label, over the whole step
+    grad_norm: float  # global, before clipping
+    lr: float
+    tokens: int  # labels of the step, over all ranks
+    stop: bool  # a rank was asked to stop
+
+
+def join(cfg: Config) -> Mesh:
+    """Joins the gang and checks the configuration against its size, before any device work."""
+    if cfg.debug.deterministic:
+        torch.use_deterministic_algorithms(True)
+    device = init_distributed(cfg.comm)
+    return build_mesh(validate(cfg, dist.get_world_size()), device)
+
+
+def setup(cfg: Config, mesh: Mesh) -> Run:
+    """The model of the configuration with its initial weights, sharded, and what trains it."""
+    plan = get_family(cfg.model).PLAN
+    model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
+    parts = parallelize(model, mesh, plan, cfg)
+    materialize(parts, mesh, plan, cfg)
+    loss_fn = cross_entropy
+    if cfg.compile.enable and "loss" in cfg.compile.components:
+        loss_fn = torch.compile(cross_entropy, backend=cfg.compile.backend)
+    args = get_args(cfg.model)
+    run = Run(
+        cfg=cfg,
+        mesh=mesh,
+        parts=parts,
+        optimizer=build_optimizer(parts, cfg.optimizer),
+        forward_backward=build_forward_backward(parts, mesh),
+        loss_fn=loss_fn,
+        flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
+    )
+    logger.info(
+        f"model={cfg.model.name} flavor={cfg.model.flavor} parameters={sum(p.numel() for p in run.parameters()):,} "
+        f"world_size={mesh.world_size} {mesh.degrees} device={mesh.device.type}"
+    )
+    return run
+
+
+def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetrics:
+    """One optimizer step over this rank's microbatches, which may have any padding: the loss is a mean over all labels.
+
+    Raises TrainingFault on all ranks, before the optimizer has moved, where loss or gradient norm is not finite or a
+    rank could not read its data.
+    """
+    cfg, mesh = run.cfg, run.mesh
+    labels = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for batch in microbatches if mesh.counts_labels else []:
+        labels += (batch.labels != IGNORE).sum()
+    dist.all_reduce(labels)
+    loss = run.forward_backward(microbatches, loss_fn, labels.clamp(min=1))
+
+    # The control word: one all-reduce, waited for once, so that no rank ever decides alone.
+    squares = local_square_sum(run.parameters(), mesh.world_size // mesh.degrees.pp)
+    flags = torch.tensor([run.stop_asked, run.data_error is not None], dtype=torch.float64)
+    word = torch.cat([torch.stack([loss, squares.to(loss.device)]), flags.to(loss.device)])
+    dist.all_reduce(word)
+    loss, square_sum, stop, data_error = word.tolist()
+    if data_error:
+        _raise_data_error(run)
+    if not math.isfinite(loss) or not math.isfinite(square_sum):
+        raise TrainingFault(
+            f"step {run.step + 1}: loss {loss}, gradient norm {math.sqrt(square_sum)}: not finite, nothing was applied. "
+            f"Gradients that are not finite: {_non_finite_parameters(run) or 'none'}"
+        )
+
+    grad_norm = math.sqrt(square_sum)
+    if 0 < cfg.training.max_norm < grad_norm:
+        torch._foreach_mul_(local_gradients(run.parameters()), cfg.training.max_norm / grad_norm)
+    lr = cfg.optimizer.lr * lr_factor(run.step + 1, cfg.lr_scheduler, cfg.training.steps)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step += 1
+    run.tokens += int(labels.item())
+    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop))
+
+
+def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
+    """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches."""
+    sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
+    for batch in batches:
+        batch = to_device(batch, run.mesh.device)
+        sums[0] += run.loss_fn(forward_only(run.parts, batch), batch).detach()
+        sums[1] += (batch.labels != IGNORE).sum()
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in batch))
+
+
+def _raise_data_error(run: Run) -> None:
+    """All ranks raise what the first rank with a data error met."""
+    errors: list[Exception | None] = [None] * run.mesh.world_size
+    mine = run.data_error
+    dist.all_gather_object(errors, mine if isinstance(mine, ConfigError | None) else TrainingFault(repr(mine)))
+    raise next(e for e in errors if e is not None)
+
+
+def _non_finite_parameters(run: Run, most: int = 5) -> str:
+    bad = [
+        name
+        for part in run.parts
+        for name, p in part.named_parameters()
+        if p.grad is not None and not all(g.isfinite().all() for g in local_gradients([p]))
+    ]
+    everywhere: list[list[str]] = [[]] * run.mesh.world_size
+    dist.all_gather_object(everywhere, bad)
+    names = list(dict.fromkeys(name for names in everywhere for name in names))
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

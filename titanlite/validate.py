@@ -1,0 +1,78 @@
+"""Rejects every illegal combination before any device work, with the key, the arithmetic and the nearest legal values."""
+
+from typing import Any
+
+from titanlite.config import Config
+from titanlite.models import get_args
+from titanlite.parallel.degrees import Degrees, resolve_degrees
+from titanlite.utils import ConfigError
+
+_BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
+
+
+def validate(cfg: Config, world_size: int) -> Degrees:
+    """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
+    degrees = resolve_degrees(cfg.parallelism, world_size)
+    get_args(cfg.model)
+    _check_ranges(cfg)
+    global_batch_size(cfg, degrees)
+
+    t, ac = cfg.training, cfg.activation_checkpoint
+    if _BITS[t.mixed_precision_param] > _BITS[t.dtype]:
+        raise ConfigError(
+            f"training.mixed_precision_param={t.mixed_precision_param!r} is wider than training.dtype={t.dtype!r}: "
+            f"set both to {t.dtype!r}, or a wider training.dtype",
+            "training.mixed_precision_param",
+            "training.dtype",
+        )
+    option = ac.selective_ac_option
+    if ac.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
+        raise ConfigError(
+            f"activation_checkpoint.selective_ac_option={option!r}: expected 'op' or a number N of at least 1 "
+            f"(every N-th block is recomputed)",
+            "activation_checkpoint.selective_ac_option",
+        )
+    s = cfg.lr_scheduler
+    if s.decay_ratio is not None and not 0 <= s.decay_ratio <= 1:
+        raise ConfigError(f"lr_scheduler.decay_ratio={s.decay_ratio}: expected a share from 0 to 1", "lr_scheduler.decay_ratio")
+    return degrees
+
+
+def global_batch_size(cfg: Config, degrees: Degrees) -> int:
+    """Rows a step over all ranks. Raises ConfigError where they don't divide into microbatches."""
+    t = cfg.training
+    rows = t.local_batch_size * degrees.batch
+    if t.global_batch_size == -1:
+        return rows
+    if t.global_batch_size < 1 or t.global_batch_size % rows:
+        below, above = t.global_batch_size // rows * rows, (max(t.global_batch_size, 0) // rows + 1) * rows
+        legal = f"{below} or {above}" if below > 0 else f"{above}"
+        raise ConfigError(
+            f"training.global_batch_size={t.global_batch_size} must divide by training.local_batch_size={t.local_batch_size} "
+            f"* {degrees.batch} data-parallel ranks = {rows}: use {legal}, or -1 for {rows}",
+            "training.global_batch_size",
+            "training.local_batch_size",
+        )
+    return t.global_batch_size
+
+
+_AT_LEAST = {
+    "training.local_batch_size": 1, "training.seq_len": 1, "training.max_norm": 0, "training.steps": 1, "training.gc_freq": 1,
+    "training.dataloader.num_workers": 0, "validation.local_batch_size": 1, "validation.seq_len": 1, "validation.freq": 1,
+    "validation.dataloader.num_workers": 0, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
+    "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 0, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
+    "model.vocab_size": 2, "debug.seed": 0,
+}  # fmt: skip
+
+
+def _check_ranges(cfg: Config) -> None:
+    for key, least in _AT_LEAST.items():
+        value: Any = cfg
+        for name in key.split("."):
+            value = getattr(value, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{key}={value}: must be at least {least}", key)
+    for key in ("beta1", "beta2"):
+        if not 0 <= getattr(cfg.optimizer, key) < 1:
+            raise ConfigError(f"optimizer.{key}={getattr(cfg.optimizer, key)}: must be in [0, 1)", f"optimizer.{key}")
