@@ -12,12 +12,13 @@ from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config
 from titanlite.losses import cross_entropy
 from titanlite.models import get_args, get_family, get_model
+from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, local_gradients, local_square_sum, lr_factor
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
 from titanlite.utils import ConfigError, logger
-from titanlite.validate import validate
+from titanlite.validate import global_batch_size, validate
 
 
 class TrainingFault(RuntimeError):
@@ -127,6 +128,29 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop))
 
 
+def step_record(
+    run: Run, measured: StepMetrics, step_time_s: float, data_time_s: float, heldout_loss: float | None
+) -> dict[str, float | int | None]:
+    """What metrics.jsonl says of a step; times are means since the last record."""
+    tokens_per_s = measured.tokens / step_time_s
+    tflops = tokens_per_s * run.flops_per_token / run.mesh.world_size / 1e12  # of one device
+    peak = peak_tflops(run.mesh.device)
+    record = {
+        "step": run.step,
+        "loss": measured.loss,
+        "grad_norm": measured.grad_norm,
+        "lr": measured.lr,
+        "tokens": run.tokens,
+        "tokens_per_s": tokens_per_s,
+        "tflops": tflops,
+        "mfu": None if peak is None else tflops / peak,
+        "memory_gib": peak_memory_bytes(run.mesh.device) / 2**30,
+        "step_time_s": step_time_s,
+        "data_time_s": data_time_s,
+    }
+    return record if heldout_loss is None else record | {"validation_loss": heldout_loss}
+
+
 def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
     """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
@@ -136,6 +160,23 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
         sums[1] += (batch.labels != IGNORE).sum()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
+
+
+def next_microbatches(run: Run, loader: Iterator[list[Batch]]) -> list[Batch]:
+    """This rank's microbatches of the next step, on its device.
+
+    A rank that cannot read its data still goes through the step, with nothing to train on: the others are waiting for it
+    in collectives, and learn of it by the control word.
+    """
+    t = run.cfg.training
+    try:
+        microbatches = next(loader)
+    except Exception as e:
+        run.data_error = e
+        shape = (t.local_batch_size, t.seq_len)
+        nothing = Batch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE), torch.arange(t.seq_len).expand(shape), None)
+        microbatches = [nothing] * (global_batch_size(run.cfg, run.mesh.degrees) // (run.mesh.degrees.batch * t.local_batch_size))
+    return [to_device(batch, run.mesh.device) for batch in microbatches]
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -45,19 +45,43 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class StepTimer:
+    """Mean seconds a step, and of it waiting for data, since the last record; what lies between steps is not counted."""
+
+    def __init__(self) -> None:
+        self._began, self._steps, self._step_s, self._data_s = 0.0, 0, 0.0, 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+
+    def data_ready(self) -> None:
+        self._data_s += time.perf_counter() - self._began
+
+    def stop(self) -> None:
+        self._steps += 1
+        self._step_s += time.perf_counter() - self._began
+
+    def take(self) -> tuple[float, float]:
+        """(step_time_s, data_time_s), and starts anew."""
+        means = self._step_s / self._steps, self._data_s / self._steps
+        self._steps, self._step_s, self._data_s = 0, 0.0, 0.0
+        return means
+
+
 class MetricsLogger:
     """Writes one JSON object a line, whole lines only, so that a killed run leaves a readable file."""
 
-    def __init__(self, run_dir: Path, *, tensorboard_folder: str | None, start_step: int, total_steps: int):
+    def __init__(self, folder: Path, *, tensorboard_folder: Path | None, start_step: int, total_steps: int):
         self.total_steps = total_steps
-        path = run_dir / "metrics.jsonl"
+        path = folder / "metrics.jsonl"
         _cut_torn_line(path)
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self.tensorboard = None
         if tensorboard_folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(run_dir / tensorboard_folder), purge_step=start_step + 1)
+            self.tensorboard = SummaryWriter(str(tensorboard_folder), purge_step=start_step + 1)
+        self.event("resume" if start_step else "start", step=start_step)
 
     def event(self, name: str, **facts: Any) -> None:
         """Something that happened, as an object with `event`."""

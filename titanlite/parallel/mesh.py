@@ -90,3 +90,24 @@ def on_all_ranks(fn: Callable[[], T]) -> T:
         if error is not None:
             raise error
     return result
+
+
+def on_rank_0(fn: Callable[[], T]) -> T:
+    """What `fn()` returns on rank 0, on every rank; an exception it raises there is raised by every rank."""
+    outcome: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = fn()
+        except Exception as e:
+            outcome[1] = e
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def rank_0_first(fn: Callable[[], T]) -> T:
+    """`fn()` on rank 0, then on the others, which find what rank 0 left (a cache, a file)."""
+    first = dist.get_rank() == 0
+    result = on_all_ranks(lambda: fn() if first else None)
+    return on_all_ranks(lambda: result if first else fn())

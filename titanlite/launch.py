@@ -1,0 +1,50 @@
+"""From a command line to an exit code: configuration, the user's mistakes as one message, and who reports them."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from titanlite.config import Config, Origins, load_config
+from titanlite.utils import EXIT_FAULT, EXIT_USER, ConfigError, explain
+
+EXIT_CODE_FILE = "TITANLITE_EXIT_CODE_FILE"  # where rank 0 leaves its exit code for `titanlite train --nproc N`
+
+
+def run_as_command(fn: Callable[[Config], int], argv: Sequence[str], usage: str) -> int:
+    """Exit code of `fn` on the configuration that `argv` (a TOML file, then --section.key value) gives.
+
+    A ConfigError becomes one message and exit code 2. Every rank meets it, rank 0 reports it: the others wait for
+    the launcher to end them, so that it has time to.
+    """
+    origins: Origins = {}
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        if not argv or argv[0].startswith("-"):
+            if argv and argv[0] in ("-h", "--help"):
+                return _help(usage)
+            raise ConfigError(f"usage: {usage}")
+        cfg, origins = load_config(argv[0], argv[1:])
+        code = fn(cfg)
+    except ConfigError as error:
+        if rank != 0:
+            time.sleep(10)
+        else:
+            print(explain(error, origins), file=sys.stderr, flush=True)
+        code = EXIT_USER
+    except BaseException:
+        _leave_exit_code(rank, EXIT_FAULT)
+        raise
+    _leave_exit_code(rank, code)
+    return code
+
+
+def _leave_exit_code(rank: int, code: int) -> None:
+    if rank == 0 and (path := os.environ.get(EXIT_CODE_FILE)):
+        Path(path).write_text(str(code))
+
+
+def _help(usage: str) -> int:
+    print(f"usage: {usage}\n\n`CONFIG.toml --help` lists every key with its default and the file's value.")
+    return 0

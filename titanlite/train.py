@@ -1,0 +1,120 @@
+"""Trains a model from a TOML file.
+
+    torchrun --nproc_per_node=2 -m titanlite.train train_configs/debug.toml --training.steps 100
+"""
+
+import gc
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titanlite.config import Config, to_toml
+from titanlite.data.loader import TrainLoader, build_train_loader, validation_batches
+from titanlite.data.sources import Source, build_source
+from titanlite.data.tokenizer import build_tokenizer, check_vocab
+from titanlite.launch import run_as_command
+from titanlite.models import get_args
+from titanlite.observe.metrics import MetricsLogger, StepTimer
+from titanlite.parallel.compat import set_timeout
+from titanlite.parallel.mesh import on_rank_0, rank_0_first
+from titanlite.resume import Saver, find_checkpoint, resume
+from titanlite.run_folder import open_run_folder
+from titanlite.trainer import Run, join, next_microbatches, setup, step_record, train_step, validation_loss
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
+from titanlite.validate import global_batch_size
+
+
+def train(cfg: Config) -> int:
+    """Trains up to `training.steps`, from the run's newest checkpoint where there is one. Returns the exit code."""
+    mesh = join(cfg)
+    t = cfg.training
+    with open_run_folder(cfg, mesh) as folder:
+        if cfg.job.print_config:
+            logger.info(to_toml(cfg))
+        checkpoints = folder / cfg.checkpoint.folder
+        start = find_checkpoint(cfg, checkpoints) if cfg.checkpoint.enable else None
+        if start is not None and start >= t.steps:
+            logger.info(f"run={folder} is finished: step {start} of {t.steps}; a higher --training.steps prolongs it")
+            return EXIT_DONE
+
+        source = rank_0_first(lambda: _source(cfg, "training"))
+        heldout = rank_0_first(lambda: _source(cfg, "validation")) if cfg.validation.enable else None
+        tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, source))
+        check_vocab(tokenizer, get_args(cfg.model).vocab_size)
+
+        run = setup(cfg, mesh)
+        rows = global_batch_size(cfg, mesh.degrees)
+        positions = None if start is None else resume(run, checkpoints, start, rows, source.fingerprint)
+        ranks = {"dp_rank": mesh.batch_rank, "dp_degree": mesh.degrees.batch}
+        loader = build_train_loader(
+            t, source, tokenizer, seed=cfg.debug.seed, global_batch_size=rows, positions=positions, **ranks
+        )
+        validate_now = None
+        if heldout is not None:
+            validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
+        saver = Saver(run, loader, checkpoints, data=source.fingerprint) if cfg.checkpoint.enable else None
+        return _loop(run, loader, folder, validate_now, saver)
+
+
+def _loop(
+    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float] | None, saver: Saver | None
+) -> int:
+    cfg, steps = run.cfg, run.cfg.training.steps
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(run, "stop_asked", True))
+    gc.disable()  # ranks that collect garbage at different times wait for each other
+    metrics = _metrics(run, folder) if run.mesh.rank == 0 else None
+    timer, first_step, saved = StepTimer(), run.step + 1, True
+    while run.step < steps:
+        timer.start()
+        microbatches = next_microbatches(run, loader)
+        timer.data_ready()
+        measured = train_step(run, microbatches, run.loss_fn)
+        timer.stop()
+
+        last = run.step == steps or measured.stop
+        heldout_loss = None
+        if validate_now and (run.step % cfg.validation.freq == 0 or run.step == steps):
+            heldout_loss = validate_now()
+        if metrics and (run.step % cfg.metrics.log_freq == 0 or run.step == first_step or last or heldout_loss is not None):
+            metrics.step(step_record(run, measured, *timer.take(), heldout_loss))
+        if saver and (run.step % cfg.checkpoint.interval == 0 or last):
+            saved = saver.save(last=last)
+        if run.step == first_step:
+            set_timeout(cfg.comm.train_timeout_seconds)
+        if run.step % cfg.training.gc_freq == 0:
+            gc.collect(1)
+        if last:
+            break
+    loader.close()
+    done = run.step == steps
+    if metrics:
+        metrics.event("done" if done else "stopped", step=run.step)
+        metrics.close()
+    logger.info(f"{'done' if done else 'stopped by a signal'}: step={run.step} of {steps} run={folder}")
+    if not saved:
+        return EXIT_FAULT
+    return EXIT_DONE if done else EXIT_STOPPED
+
+
+def _metrics(run: Run, folder: Path) -> MetricsLogger:
+    cfg = run.cfg
+    tensorboard_folder = folder / cfg.metrics.save_tb_folder if cfg.metrics.enable_tensorboard else None
+    return MetricsLogger(
+        folder, tensorboard_folder=tensorboard_folder, start_step=run.step, total_steps=cfg.training.steps
+    )
+
+
+def _source(cfg: Config, section: str) -> Source:
+    t, part = cfg.training, getattr(cfg, section)
+    options = {"text_key": t.text_key, "skip_bad_records": t.skip_bad_records, "section": section}
+    return build_source(part.dataset, part.dataset_path, **options)
+
+
+def main() -> int:
+    return run_as_command(train, sys.argv[1:], "torchrun -m titanlite.train CONFIG.toml [--section.key value ...]")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
