@@ -1,0 +1,385 @@
+import json
+import logging
+import os
+import resource
+import subprocess
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.ranks import run_ranks
+from titanlite.checkpoint import store
+from titanlite.checkpoint.state import init_optimizer_state, model_state, optimizer_state
+from titanlite.checkpoint.store import AsyncSaver, list_steps, load, save
+from titanlite.utils import ConfigError, logger
+
+
+@pytest.fixture
+def log(caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level(logging.INFO, "titanlite")
+    return caplog
+
+
+def save_steps(folder, *steps, keep_latest_k=0, **extra):
+    for step in steps:
+        state = {"model.w": torch.full((3,), float(step)), "train.step": torch.tensor(step)}
+        save(folder, step, state, extra=extra, keep_latest_k=keep_latest_k)
+
+
+def loaded(folder, step):
+    state = {"model.w": torch.zeros(3), "train.step": torch.tensor(0)}
+    load(folder, step, state)
+    return state["model.w"].tolist(), state["train.step"].item()
+
+
+class Model(nn.Module):
+    """Sizes that no number of ranks divides, one of them smaller than it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.gate = nn.Linear(5, 1)
+        self.register_buffer("load", torch.zeros(3))
+
+    def forward(self, x):
+        return self.gate(self.first(x).relu())
+
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = Model()
+    fully_shard(model.first)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+
+def train(model, optimizer, n_steps):
+    torch.manual_seed(n_steps)
+    for _ in range(n_steps):
+        model(torch.randn(4, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full_state(model, optimizer):
+    state = model_state([model]) | optimizer_state(optimizer, [model])
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().tolist()
+        for name, tensor in state.items()
+    }
+
+
+def test_fsdp_on_2_ranks_loads_exactly_on_1_and_4_ranks(tmp_path):
+    def train_and_save():
+        model, optimizer = build(seed=1)
+        train(model, optimizer, 3)
+        save(tmp_path, 3, model_state([model]) | optimizer_state(optimizer, [model]), extra={}, keep_latest_k=0)
+        return full_state(model, optimizer)
+
+    def load_elsewhere():
+        model, optimizer = build(seed=2)
+        init_optimizer_state(optimizer)
+        state = model_state([model]) | optimizer_state(optimizer, [model])
+        load(tmp_path, 3, state)
+        return full_state(model, optimizer)
+
+    saved = run_ranks(train_and_save, 2)[0]
+    assert saved["optimizer.gate.weight.step"] == 3
+    assert json.loads((tmp_path / "step-3" / "MANIFEST.json").read_text())["world_size"] == 2
+    for world_size in (1, 4):
+        assert run_ranks(load_elsewhere, world_size) == [saved] * world_size
+
+
+def test_every_resume_of_several_equals_the_run_that_was_never_stopped(tmp_path):
+    def straight():
+        model, optimizer = build(seed=1)
+        for _ in range(4):
+            train(model, optimizer, 2)
+        return full_state(model, optimizer)
+
+    def stopped():
+        model, optimizer = build(seed=1)
+        init_optimizer_state(optimizer)
+        for step in range(4):
+            train(model, optimizer, 2)
+            state = model_state([model]) | optimizer_state(optimizer, [model])
+            save(tmp_path, step, state, extra={}, keep_latest_k=2)
+            train(model, optimizer, 5)  # lost when the run stops
+            places = {name: (id(tensor), local(tensor).data_ptr()) for name, tensor in state.items()}
+            load(tmp_path, step, state)
+            assert places == {name: (id(tensor), local(tensor).data_ptr()) for name, tensor in state.items()}
+        return full_state(model, optimizer)
+
+    def local(tensor):
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    assert run_ranks(stopped, 2) == run_ranks(straight, 2)
+
+
+def test_ranks_of_a_pipeline_save_and_load_their_own_keys(tmp_path):
+    def stages():
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))["fsdp"]
+        whole = torch.arange(10.0) + 100 * (rank // 2)
+        state = {f"model.layer{rank // 2}": distribute_tensor(whole, mesh, [Shard(0)]), "train.step": torch.tensor(4)}
+        save(tmp_path, 1, state, extra={}, keep_latest_k=0)
+        for tensor in state.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        load(tmp_path, 1, state)
+        try:
+            load(tmp_path, 1, {"model.layer0": torch.zeros(10)})
+        except ConfigError as error:
+            refusal = str(error)
+        return torch.equal(state[f"model.layer{rank // 2}"].full_tensor(), whole), state["train.step"].item(), refusal
+
+    results = run_ranks(stages, 4)
+    assert {result[:2] for result in results} == {(True, 4)}
+    assert all("1 tensors differ" in refusal and "model.layer1" in refusal for *_, refusal in results)
+
+
+def test_the_manifest_names_every_file_with_its_size_and_what_the_caller_adds(tmp_path):
+    save_steps(tmp_path, 5, tokens=123)
+    manifest = load(tmp_path, 5, {"train.step": torch.tensor(0)})
+    path = tmp_path / "step-5"
+    assert manifest["files"] == {p.name: p.stat().st_size for p in path.iterdir() if p.name != "MANIFEST.json"}
+    assert {key: manifest[key] for key in ("schema", "step", "world_size", "tensors", "tokens")} == {
+        "schema": 1, "step": 5, "world_size": 1, "tensors": 2, "tokens": 123,
+    }  # fmt: skip
+
+
+def test_a_temporary_folder_does_not_count_and_the_next_save_removes_it(tmp_path):
+    save_steps(tmp_path, 1)
+    (tmp_path / "step-1").rename(tmp_path / ".tmp-step-2")
+    (tmp_path / ".tmp-step-9").mkdir()
+    assert list_steps(tmp_path) == []
+    save_steps(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["step-2"]
+
+
+def damage_size(path):
+    next(path.glob("*.distcp")).write_bytes(b"short")
+
+
+def damage_missing_file(path):
+    (path / ".metadata").unlink()
+
+
+def damage_no_manifest(path):
+    (path / "MANIFEST.json").unlink()
+
+
+def damage_cut_manifest(path):
+    (path / "MANIFEST.json").write_text('{"schema": 1, "files": {')
+
+
+def damage_other_json(path):
+    (path / "MANIFEST.json").write_text("[1]")
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_size, damage_missing_file, damage_no_manifest, damage_cut_manifest, damage_other_json]
+)
+def test_a_step_that_is_not_whole_is_ignored_refused_kept_and_replaced(tmp_path, damage, log):
+    save_steps(tmp_path, 1, 2)
+    damage(tmp_path / "step-2")
+    assert list_steps(tmp_path) == [1]
+    assert "step-2 is ignored" in log.text
+    with pytest.raises(ConfigError, match=r"step-2 is not a whole checkpoint.*are \[1\]"):
+        loaded(tmp_path, 2)
+    save_steps(tmp_path, 2)
+    assert list_steps(tmp_path) == [1, 2] and loaded(tmp_path, 2) == ([2.0] * 3, 2)
+    assert sorted(os.listdir(tmp_path)) == ["bad-step-2-1", "step-1", "step-2"]
+
+
+def test_a_folder_that_does_not_exist_holds_no_steps(tmp_path):
+    assert list_steps(tmp_path / "none") == []
+
+
+def test_steps_are_in_the_order_of_numbers(tmp_path):
+    save_steps(tmp_path, 10, 9, 100)
+    assert list_steps(tmp_path) == [9, 10, 100]
+
+
+def test_retention_keeps_the_newest_whole_steps(tmp_path):
+    save_steps(tmp_path, 1, 2, 3)
+    damage_size(tmp_path / "step-3")
+    save_steps(tmp_path, 4, keep_latest_k=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-4"]
+
+
+def test_retention_never_deletes_the_step_just_written(tmp_path):
+    save_steps(tmp_path, 5, 6)
+    save_steps(tmp_path, 2, keep_latest_k=1)
+    assert list_steps(tmp_path) == [2, 6]
+
+
+def test_retention_of_0_keeps_all(tmp_path):
+    save_steps(tmp_path, 1, 2, 3, keep_latest_k=0)
+    assert list_steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_committed_step_is_not_written_again(tmp_path, log):
+    save_steps(tmp_path, 1)
+    save(tmp_path, 1, {"model.w": torch.zeros(3)}, extra={}, keep_latest_k=0)
+    assert "step-1 exists already" in log.text
+    assert loaded(tmp_path, 1) == ([1.0] * 3, 1)
+
+
+def write_too_much(folder, *, limit_bytes=None):
+    if limit_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    mesh = init_device_mesh("cpu", (2,))
+    small, large = (distribute_tensor(torch.ones(n), mesh, [Shard(0)]) for n in (1_000, 1_000_000))
+    save(folder, 1, {"model.w": small}, extra={}, keep_latest_k=1)
+    try:
+        save(folder, 2, {"model.w": large}, extra={}, keep_latest_k=1)
+    except OSError as error:
+        save(folder, 3, {"model.w": small}, extra={}, keep_latest_k=2)
+        return str(error)
+
+
+def test_a_file_that_cannot_grow_raises_on_every_rank_and_leaves_no_half_step(tmp_path):
+    errors = run_ranks(lambda: write_too_much(tmp_path, limit_bytes=1_000_000), 2)
+    assert errors[0] == errors[1] and "cannot write" in errors[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+
+
+def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_step(tmp_path):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("a small file system needs the right to mount")
+    try:
+        errors = run_ranks(write_too_much, 2, tmp_path)
+        assert errors[0] == errors[1] and "cannot write" in errors[0]
+        assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def lose_bytes(path, metadata):
+    file = next(path.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def lose_file(path, metadata):
+    next(path.glob("*.distcp")).unlink()
+
+
+def lose_part(path, metadata):
+    metadata.storage_data.popitem()
+
+
+@pytest.mark.parametrize("lose", [lose_bytes, lose_file, lose_part])
+def test_what_dcp_lost_without_an_error_stops_the_commit(tmp_path, monkeypatch, lose):
+    read = FileSystemReader.read_metadata
+
+    def read_after_loss(self, *args, **kwargs):
+        metadata = read(self, *args, **kwargs)
+        lose(self.path, metadata)
+        return metadata
+
+    monkeypatch.setattr(FileSystemReader, "read_metadata", read_after_loss)
+    with pytest.raises(OSError, match=r"\.tmp-step-1"):
+        save_steps(tmp_path, 1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_of_rank_0_alone_raises_on_every_rank(tmp_path):
+    def save_what_is_no_json():
+        with pytest.raises(TypeError):
+            save(tmp_path, 1, {"model.w": torch.zeros(3)}, extra={"bad": object()}, keep_latest_k=0)
+
+    run_ranks(save_what_is_no_json, 2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_that_cannot_be_read_raise_an_os_error(tmp_path):
+    save_steps(tmp_path, 1)
+    file = next((tmp_path / "step-1").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(OSError, match="cannot read .*step-1 on rank 0"):
+        loaded(tmp_path, 1)
+
+
+def test_model_keys_can_be_loaded_alone(tmp_path):
+    save_steps(tmp_path, 7)
+    state = {"model.w": torch.zeros(3)}
+    load(tmp_path, 7, state)
+    assert state["model.w"].tolist() == [7.0] * 3
+
+
+OTHER_MODELS = {
+    "another shape": ({"model.w": torch.zeros(4)}, "model.w: float32 [3] in the checkpoint, float32 [4] in this run"),
+    "another dtype": (
+        {"model.w": torch.zeros(3, dtype=torch.bfloat16)},
+        "model.w: float32 [3] in the checkpoint, bfloat16 [3] in this run",
+    ),
+    "a tensor more": (
+        {"model.w": torch.zeros(3), "model.v": torch.zeros(2)},
+        "model.v: absent in the checkpoint, float32 [2] in this run",
+    ),
+    "a tensor less": ({"model.v": torch.zeros(2)}, "model.w: float32 [3] in the checkpoint, absent in this run"),
+}
+
+
+@pytest.mark.parametrize("difference", OTHER_MODELS)
+def test_another_model_is_refused_before_any_tensor_changes_with(tmp_path, difference):
+    save_steps(tmp_path, 1)
+    others, message = OTHER_MODELS[difference]
+    state = others | {"train.step": torch.tensor(0)}
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, 1, state)
+    assert message in str(refusal.value) and "--job.name" in str(refusal.value)
+    assert not any(tensor.any() for tensor in state.values())
+
+
+def test_an_asynchronous_save_holds_the_values_of_its_start(tmp_path):
+    def save_and_go_on():
+        model, optimizer = build(seed=1)
+        saver, counts = AsyncSaver(dist.new_group(backend="gloo")), {"tokens": [0]}
+        expected = []
+        for step in (1, 2, 3):
+            train(model, optimizer, 1)
+            expected.append(full_state(model, optimizer))
+            state = model_state([model]) | optimizer_state(optimizer, [model])
+            saver.start(tmp_path, step, state, extra=counts, keep_latest_k=0)
+            train(model, optimizer, 1)  # collectives of the default group while the thread uses its own
+            counts["tokens"][0] += 1
+        saver.wait()
+        for step in (1, 2, 3):
+            manifest = load(tmp_path, step, state)
+            assert full_state(model, optimizer) == expected[step - 1]
+            assert manifest["tokens"] == [step - 1]
+
+    run_ranks(save_and_go_on, 2)
+    assert list_steps(tmp_path) == [1, 2, 3]
+
+
+def test_an_asynchronous_save_that_has_not_begun_writing_keeps_the_old_values(tmp_path, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(store, "save", lambda *args, **options: go.wait(20) and save(*args, **options))
+    saver, weights = AsyncSaver(None), torch.ones(3)
+    saver.start(tmp_path, 1, {"model.w": weights}, extra={}, keep_latest_k=0)
+    weights.zero_()
+    go.set()
+    saver.wait()
+    load(tmp_path, 1, {"model.w": weights})
+    assert weights.tolist() == [1.0] * 3
+
+
+def test_an_asynchronous_failure_is_raised_once_by_the_next_wait(tmp_path):
+    saver = AsyncSaver(None)
+    (tmp_path / "file").touch()
+    saver.start(tmp_path / "file", 1, {"model.w": torch.ones(3)}, extra={}, keep_latest_k=0)
+    with pytest.raises(OSError, match="file"):
+        saver.wait()
+    saver.start(tmp_path, 1, {"model.w": torch.ones(3)}, extra={}, keep_latest_k=0)
+    saver.wait()
+    assert list_steps(tmp_path) == [1]
