@@ -362,16 +362,26 @@ def test_an_asynchronous_save_holds_the_values_of_its_start(tmp_path):
     assert list_steps(tmp_path) == [1, 2, 3]
 
 
-def test_an_asynchronous_save_that_has_not_begun_writing_keeps_the_old_values(tmp_path, monkeypatch):
+def test_an_asynchronous_save_keeps_its_values_and_the_next_one_waits_for_it(tmp_path, monkeypatch):
     go = threading.Event()
     monkeypatch.setattr(store, "save", lambda *args, **options: go.wait(20) and save(*args, **options))
     saver, weights = AsyncSaver(None), torch.ones(3)
-    saver.start(tmp_path, 1, {"model.w": weights}, extra={}, keep_latest_k=0)
-    weights.zero_()
+
+    def start(step):
+        saver.start(tmp_path, step, {"model.w": weights}, extra={}, keep_latest_k=0)
+
+    start(1)
+    weights.fill_(2)
+    second = threading.Thread(target=start, args=(2,))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
     go.set()
+    second.join()
     saver.wait()
-    load(tmp_path, 1, {"model.w": weights})
-    assert weights.tolist() == [1.0] * 3
+    for step in (1, 2):
+        load(tmp_path, step, {"model.w": weights})
+        assert weights.tolist() == [step] * 3
 
 
 def test_an_asynchronous_failure_is_raised_once_by_the_next_wait(tmp_path):
