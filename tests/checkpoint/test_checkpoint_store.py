@@ -308,6 +308,14 @@ def test_bytes_that_cannot_be_read_raise_an_os_error(tmp_path):
         loaded(tmp_path, 1)
 
 
+def test_a_damaged_index_is_refused(tmp_path):
+    save_steps(tmp_path, 1)
+    index = tmp_path / "step-1" / ".metadata"
+    index.write_bytes(b"\x80" * index.stat().st_size)
+    with pytest.raises(ConfigError, match="step-1 is not a whole checkpoint"):
+        loaded(tmp_path, 1)
+
+
 def test_model_keys_can_be_loaded_alone(tmp_path):
     save_steps(tmp_path, 7)
     state = {"model.w": torch.zeros(3)}

@@ -52,9 +52,8 @@ class RunLock:
         if self._fd is not None:
             self._released.set()
             self._heartbeat.join()
-            os.ftruncate(
-                self._fd, 0
-            )  # never deleted: one start could lock the deleted file while another makes a new one
+            # Not deleted: one start could lock the deleted file while another makes a new one.
+            os.ftruncate(self._fd, 0)
             self._close()
 
     def _close(self) -> None:

@@ -33,7 +33,7 @@ def list_steps(folder: Path) -> list[int]:
     """Committed steps, ascending. What is not whole (no manifest, a file missing or of another size) does not count."""
     steps = []
     for path in folder.glob("step-*"):
-        if match := re.fullmatch(r"step-(\d+)", path.name):
+        if match := re.fullmatch(r"step-(0|[1-9]\d*)", path.name):
             try:
                 read_manifest(path)
                 steps.append(int(match[1]))
@@ -103,12 +103,12 @@ def load(
     def read_index() -> tuple[dict, dict[str, str]]:
         try:
             manifest = read_manifest(reader.path)
-        except (OSError, ValueError) as error:
+            saved = reader.read_metadata().state_dict_metadata
+        except Exception as error:  # a damaged index, a pickle, may raise anything
             raise ConfigError(
                 f"{reader.path} is not a whole checkpoint: {error}; those in {folder} are {list_steps(folder)}",
                 "checkpoint.load_step",
             ) from error
-        saved = reader.read_metadata().state_dict_metadata
         return manifest, {key: _describe(tensor.properties.dtype, tensor.size) for key, tensor in saved.items()}
 
     manifest, saved = _on_rank_0(read_index, process_group)
