@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 
 def run_ranks(fn: Callable, world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
-    """[fn(*args) of rank 0, rank 1, ...]. Raises AssertionError with the first rank's traceback if any rank fails."""
+    """[fn(*args) of rank 0, rank 1, ...], which must be plain data or numpy (a tensor's memory dies with its sender).
+
+    Raises AssertionError with the traceback of the first rank that fails.
+    """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -46,14 +49,8 @@ def _rank_main(results: Any, fn: Callable, rank: int, world_size: int, folder: s
         value, failure = fn(*args), None
     except BaseException:
         value, failure = None, traceback.format_exc()
-    results.put((rank, failure, _portable(value)))
+    results.put((rank, failure, value))
     results.close()
     results.join_thread()
     os._exit(0)  # no teardown: a rank that failed leaves the others inside a collective
 
-
-def _portable(value: Any) -> Any:
-    """Tensors travel as numpy arrays: torch's shared-memory handles die with the sender."""
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.detach().float().numpy() if value.dtype == torch.bfloat16 else value.detach().numpy())
-    return value

@@ -76,7 +76,7 @@ class Training:
     steps: int = 10000
     enable_cpu_offload: bool = False  # keep sharded parameters, gradients and optimizer state in CPU memory
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"  # of the parameters the optimizer holds
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"  # of the forward and backward pass
+    mixed_precision_param: Literal["bfloat16", "float32", "float64"] = "bfloat16"  # of the forward and backward pass
     mixed_precision_reduce: Literal["float32"] = "float32"  # of gradient reduction
     gc_freq: int = 50  # steps between garbage collections (automatic ones are off)
     dataloader: DataLoader = field(default_factory=DataLoader)
@@ -166,6 +166,10 @@ class Config:
     debug: Debug = field(default_factory=Debug)
 
 
+class Help(Exception):
+    """`--help` was among the overrides: its text."""
+
+
 Origins = Mapping[str, str]  # dotted key -> "file:line" or "the command line"; a key not in it stands at its default
 
 
@@ -182,10 +186,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     if not cfg.job.name:
         cfg = _replace(cfg, "job.name", path.stem)
     origins = {key: origin for key, (_, origin) in found.items()}
+    origins.setdefault("job.name", f"the name of {path}")
     if overrides:
         cfg, given = _apply_overrides(cfg, overrides)
         origins |= dict.fromkeys(given, "the command line")
     return cfg, origins
+
+
+def defaults_help() -> str:
+    """Every key with its default, as `--help` shows it."""
+    try:
+        _apply_overrides(Config(), ["--help"])
+    except Help as text:
+        return str(text)
+    raise AssertionError("--help gave no text")
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -363,9 +377,8 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             cfg = tyro.cli(Config, default=cfg, args=args, use_underscores=True, prog="titanlite train CONFIG.toml")
     except SystemExit as e:
-        if e.code == 0:  # --help
-            print(printed.getvalue(), end="")
-            raise
+        if e.code in (0, None):
+            raise Help(printed.getvalue()) from None
         raise ConfigError(f"on the command line: {' '.join(overrides)}\n{printed.getvalue().rstrip()}") from None
     return cfg, given
 

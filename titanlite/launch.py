@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlite.config import Config, Origins, load_config
-from titanlite.utils import EXIT_FAULT, EXIT_USER, ConfigError, explain
+from titanlite.config import Config, Help, Origins, defaults_help, load_config
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain
 
 EXIT_CODE_FILE = "TITANLITE_EXIT_CODE_FILE"  # where rank 0 leaves its exit code for `titanlite train --nproc N`
 
 
-def run_as_command(fn: Callable[[Config], int], argv: Sequence[str], usage: str) -> int:
-    """Exit code of `fn` on the configuration that `argv` (a TOML file, then --section.key value) gives.
+def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], usage: str) -> int:
+    """Exit code of `fn` on the configuration, and where its values come from, that `argv` (a TOML file, then --section.key value) gives.
 
     A ConfigError becomes one message and exit code 2. Every rank meets it, rank 0 reports it: the others wait for
     the launcher to end them, so that it has time to.
@@ -22,11 +22,15 @@ def run_as_command(fn: Callable[[Config], int], argv: Sequence[str], usage: str)
     rank = int(os.environ.get("RANK", "0"))
     try:
         if not argv or argv[0].startswith("-"):
-            if argv and argv[0] in ("-h", "--help"):
-                return _help(usage)
-            raise ConfigError(f"usage: {usage}")
+            if set(argv) & {"-h", "--help"}:
+                raise Help(defaults_help())
+            raise ConfigError(f"the TOML file is missing. usage: {usage}")
         cfg, origins = load_config(argv[0], argv[1:])
-        code = fn(cfg)
+        code = fn(cfg, origins)
+    except Help as text:
+        if rank == 0:
+            print(f"usage: {usage}\n{text}")
+        return EXIT_DONE
     except ConfigError as error:
         if rank != 0:
             time.sleep(10)
@@ -44,7 +48,3 @@ def _leave_exit_code(rank: int, code: int) -> None:
     if rank == 0 and (path := os.environ.get(EXIT_CODE_FILE)):
         Path(path).write_text(str(code))
 
-
-def _help(usage: str) -> int:
-    print(f"usage: {usage}\n\n`CONFIG.toml --help` lists every key with its default and the file's value.")
-    return 0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from titanlite.config import Config, to_toml
+from titanlite.config import Config, Origins, to_toml
 from titanlite.data.loader import TrainLoader, build_train_loader, validation_batches
 from titanlite.data.sources import Source, build_source
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
@@ -25,7 +25,7 @@ from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
 from titanlite.validate import global_batch_size
 
 
-def train(cfg: Config) -> int:
+def train(cfg: Config, _: Origins) -> int:
     """Trains up to `training.steps`, from the run's newest checkpoint where there is one. Returns the exit code."""
     mesh = join(cfg)
     t = cfg.training

@@ -35,7 +35,7 @@ class Rope(nn.Module):
     """Rotary position embedding (RoFormer, arXiv 2104.09864), pairs (2i, 2i + 1) as in Llama's native weights.
 
     The buffer holds the frequencies only: angles are made from `positions`, so any position works and 128k tokens
-    over 126 layers keep no tables. It stays in fp32 (or fp64) whatever the parameters are in.
+    over 126 layers keep no tables. They are in fp64 where the parameters are, else in fp32.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None):
@@ -43,7 +43,9 @@ class Rope(nn.Module):
         self.args = (head_dim, theta, scaling)
         self.register_buffer("freqs", rope_frequencies(*self.args), persistent=False)
 
-    def init_buffers(self, device: torch.device, dtype: torch.dtype) -> None:
+    def init_buffers(self, device: torch.device) -> None:
+        """The values that a model built on meta lacks."""
+        dtype = torch.promote_types(self.freqs.dtype, torch.float32)
         self.freqs = rope_frequencies(*self.args).to(device, dtype)
 
     def forward(self, x_BSHE: Tensor, positions_BS: Tensor) -> Tensor:

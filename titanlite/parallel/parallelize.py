@@ -32,16 +32,8 @@ def materialize(parts: list[nn.Module], mesh: Mesh, plan: ParallelPlan, config: 
     Each parameter is made whole in fp32 and cut to this rank's shard, so every layout starts bit-equal on one kind of
     device and the largest temporary is one parameter.
     """
-    buffer_dtype = torch.float64 if config.training.dtype == "float64" else torch.float32
     for part in parts:
-        tied = [pair for pair in plan.tied if is_tied(part, *pair)]
-        part.to_empty(device="cpu" if config.training.enable_cpu_offload else mesh.device)
-        for name, canonical in tied:  # to_empty made two of one
-            owner, _, attribute = name.rpartition(".")
-            setattr(part.get_submodule(owner), attribute, part.get_parameter(canonical))
-        for module in part.modules():
-            if hasattr(module, "init_buffers"):
-                module.init_buffers(mesh.device, buffer_dtype)
+        allocate(part, plan, torch.device("cpu") if config.training.enable_cpu_offload else mesh.device)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 full = torch.empty(parameter.shape, dtype=torch.float32, device=mesh.device)
@@ -52,6 +44,18 @@ def materialize(parts: list[nn.Module], mesh: Mesh, plan: ParallelPlan, config: 
                     parameter.to_local().copy_(full.to_local())
                 else:
                     parameter.copy_(full)
+
+
+def allocate(part: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
+    """Storage for a part on meta: buffers with their values, parameters without, tied ones still one."""
+    tied = [pair for pair in plan.tied if is_tied(part, *pair)]
+    part.to_empty(device=device)
+    for name, canonical in tied:  # to_empty made two of one
+        owner, _, attribute = name.rpartition(".")
+        setattr(part.get_submodule(owner), attribute, part.get_parameter(canonical))
+    for module in part.modules():
+        if hasattr(module, "init_buffers"):
+            module.init_buffers(device)
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -1,0 +1,125 @@
+"""The `titanlite` command. It imports no torch: help and mistakes answer at once."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.config import Config, Origins, to_dict
+from titanlite.launch import EXIT_CODE_FILE, run_as_command
+from titanlite.parallel.degrees import resolve_degrees
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain
+
+TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
+CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
+    commands = {"train": _train, "config": _config, "generate": _generate}
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help"):
+        print("usage: titanlite COMMAND ...\n")
+        for command, fn in commands.items():
+            print(f"  {command:<10}{fn.__doc__.splitlines()[0]}")
+        print("\n`titanlite COMMAND --help` says more.")
+        return EXIT_DONE
+    try:
+        if name not in commands:
+            raise ConfigError(f"unknown command {name!r}: expected one of {', '.join(commands)}")
+        return commands[name](rest)
+    except ConfigError as error:
+        print(explain(error, {}), file=sys.stderr)
+        return EXIT_USER
+    except BrokenPipeError:  # the reader, `head` say, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+
+
+def _train(argv: list[str]) -> int:
+    """Train a model; with --nproc N on N processes of this machine, under torchrun."""
+    nproc, argv = _take_nproc(argv)
+    if nproc is None or not argv or argv[0].startswith("-") or "--help" in argv:
+        return run_as_command(_train_here, argv, TRAIN_USAGE)
+    # Mistakes are answered here, once, before a gang is started.
+    code = run_as_command(lambda cfg, _: resolve_degrees(cfg.parallelism, nproc) and EXIT_DONE, argv, TRAIN_USAGE)
+    return code or _torchrun(nproc, ["-m", "titanlite.train", *argv])
+
+
+def _train_here(cfg: Config, origins: Origins) -> int:
+    from titanlite.train import train
+
+    return train(cfg, origins)
+
+
+def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name == "--nproc":
+            value = value if equals else "".join(argv[i + 1 : i + 2])
+            if not value.isdigit() or int(value) < 1:
+                raise ConfigError(f"--nproc {value}: expected a number of processes, at least 1")
+            return int(value), argv[:i] + argv[i + (1 if equals else 2) :]
+    return None, argv
+
+
+def _torchrun(nproc: int, args: list[str]) -> int:
+    """The exit code of rank 0 under torchrun, which itself only knows 0 and 1. Signals are passed on."""
+    with tempfile.TemporaryDirectory() as folder:
+        code_file = Path(folder) / "code"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *args]
+        process = subprocess.Popen(command, env=os.environ | {EXIT_CODE_FILE: str(code_file)})
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda sent, _: process.send_signal(sent))
+        status = process.wait()
+        return int(code_file.read_text()) if code_file.exists() else EXIT_FAULT if status else EXIT_DONE
+
+
+def _config(argv: list[str]) -> int:
+    """Print the resolved configuration, and where each value comes from."""
+    return run_as_command(_print_config, argv, CONFIG_USAGE)
+
+
+def _print_config(cfg: Config, origins: Origins) -> int:
+    values = {key: f"{key} = {json.dumps(value)}" for key, value in to_dict(cfg).items()}
+    width = max(map(len, values.values()))
+    for key, value in values.items():
+        print(f"{value:<{width}}  # {origins.get(key, 'default')}")
+    return EXIT_DONE
+
+
+def _generate(argv: list[str]) -> int:
+    """Print text from a checkpoint of a run."""
+    parser = argparse.ArgumentParser(prog="titanlite generate", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder, e.g. outputs/debug")
+    parser.add_argument("-p", "--prompt", default="", help="what the text starts with")
+    parser.add_argument("--step", type=int, help="the checkpoint's step; the newest if not given")
+    parser.add_argument("--max_new_tokens", type=int, default=200)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--top_p", type=float, default=1.0, help="sample from the likeliest tokens of this share")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help='print {"prompt_ids", "ids", "text", "step"} at the end instead')
+    args = parser.parse_args(argv)
+    from titanlite.generate import generate_command
+
+    generate_command(
+        args.run,
+        args.prompt,
+        step=args.step,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        as_json=args.json,
+    )
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
