@@ -72,6 +72,7 @@ class Training:
     local_batch_size: int = 8  # rows a rank takes through the model at once
     global_batch_size: int = -1  # rows a step over all ranks; -1: local_batch_size * data-parallel degree
     seq_len: int = 2048  # tokens a row
+    loss_chunk_tokens: int = 0  # logits of so many tokens exist at once, in the loss only; 0: of all
     max_norm: float = 1.0  # gradients are scaled down to this global norm; 0: not at all
     steps: int = 10000
     enable_cpu_offload: bool = False  # keep sharded parameters, gradients and optimizer state in CPU memory
@@ -86,8 +87,10 @@ class Training:
 class Parallelism:
     data_parallel_replicate_degree: int = 1  # copies of the model; with shard degree > 1 this is HSDP
     data_parallel_shard_degree: int = -1  # FSDP2 shards; -1: all ranks that are left
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # default: always
+    data_parallel_sharding: Literal["zero1", "zero2", "zero3"] = "zero3"  # shards optimizer state; + gradients; + parameters
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # default: always with zero3, else never
     tensor_parallel_degree: int = 1
+    enable_async_tensor_parallel: bool = False  # CUDA with compile: overlap tensor parallel's communication
     pipeline_parallel_degree: int = 1
     context_parallel_degree: int = 1
     expert_parallel_degree: int = 1

@@ -39,6 +39,13 @@ def lr_factor(step: int, cfg: LRScheduler, steps: int) -> float:
     return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * shape[cfg.decay_type]
 
 
+def finish_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives every gradient its parameter's placements: under tensor parallel without FSDP those of norms are partial sums."""
+    for p in parameters:
+        if isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
+            p.grad = p.grad.redistribute(placements=p.placements)
+
+
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's shards of the gradients; views, so that scaling them scales the gradients."""
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -57,7 +64,8 @@ def local_square_sum(parameters: Iterable[nn.Parameter], stage_size: int) -> Ten
             continue
         grad, shards = p.grad, 1
         if isinstance(grad, DTensor):
-            shards = math.prod(n for n, place in zip(grad.device_mesh.shape, grad.placements) if place.is_shard())
+            # Not is_shard(): it is false for the strided shards of FSDP over tensor parallel.
+            shards = math.prod(n for n, place in zip(grad.device_mesh.shape, grad.placements) if not place.is_replicate())
             grad = grad.to_local()
         device = grad.device
         by_holders.setdefault(stage_size // shards, []).append(grad)

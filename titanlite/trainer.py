@@ -10,10 +10,10 @@ from torch import nn
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config
-from titanlite.losses import cross_entropy
+from titanlite.losses import chunk_loss, cross_entropy
 from titanlite.models import get_args, get_family, get_model
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
-from titanlite.optim import build_optimizer, local_gradients, local_square_sum, lr_factor
+from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
@@ -69,7 +69,9 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
     parts = parallelize(model, mesh, plan, cfg)
     materialize(parts, mesh, plan, cfg)
     loss_fn = cross_entropy
-    if cfg.compile.enable and "loss" in cfg.compile.components:
+    if cfg.training.loss_chunk_tokens:
+        loss_fn = chunk_loss(parts[-1].get_submodule(plan.head), cfg.training.loss_chunk_tokens)
+    elif cfg.compile.enable and "loss" in cfg.compile.components:
         loss_fn = torch.compile(cross_entropy, backend=cfg.compile.backend)
     args = get_args(cfg.model)
     run = Run(
@@ -77,7 +79,7 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         mesh=mesh,
         parts=parts,
         optimizer=build_optimizer(parts, cfg.optimizer),
-        forward_backward=build_forward_backward(parts, mesh),
+        forward_backward=build_forward_backward(parts, mesh, cfg.parallelism),
         loss_fn=loss_fn,
         flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
     )
@@ -101,7 +103,9 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     dist.all_reduce(labels)
     loss = run.forward_backward(microbatches, loss_fn, labels.clamp(min=1))
 
+    finish_gradients(run.parameters())
     # The control word: one all-reduce, waited for once, so that no rank ever decides alone.
+    loss = loss if mesh.counts_labels else torch.zeros_like(loss)
     squares = local_square_sum(run.parameters(), mesh.world_size // mesh.degrees.pp)
     flags = torch.tensor([run.stop_asked, run.data_error is not None], dtype=torch.float64)
     word = torch.cat([torch.stack([loss, squares.to(loss.device)]), flags.to(loss.device)])
@@ -156,8 +160,10 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         batch = to_device(batch, run.mesh.device)
-        sums[0] += run.loss_fn(forward_only(run.parts, batch), batch).detach()
-        sums[1] += (batch.labels != IGNORE).sum()
+        loss = forward_only(run.parts, batch, run.loss_fn)
+        if run.mesh.counts_labels:
+            sums[0] += loss
+            sums[1] += (batch.labels != IGNORE).sum()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
 

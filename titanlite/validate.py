@@ -1,6 +1,9 @@
 """Rejects every illegal combination before any device work, with the key, the arithmetic and the nearest legal values."""
 
+import math
 from typing import Any
+
+import torch
 
 from titanlite.config import Config
 from titanlite.models import get_args
@@ -13,7 +16,7 @@ _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 def validate(cfg: Config, world_size: int) -> Degrees:
     """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
     degrees = resolve_degrees(cfg.parallelism, world_size)
-    get_args(cfg.model)
+    _check_tensor_parallel(cfg, degrees)
     _check_ranges(cfg)
     global_batch_size(cfg, degrees)
 
@@ -24,6 +27,20 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             f"set both to {t.dtype!r}, or a wider training.dtype",
             "training.mixed_precision_param",
             "training.dtype",
+        )
+    if t.loss_chunk_tokens and cfg.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"training.loss_chunk_tokens={t.loss_chunk_tokens} needs the head's weight after the forward pass, which "
+            f"parallelism.fsdp_reshard_after_forward='always' drops: use 'default'",
+            "training.loss_chunk_tokens",
+            "parallelism.fsdp_reshard_after_forward",
+        )
+    if cfg.parallelism.data_parallel_sharding != "zero3" and cfg.parallelism.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"parallelism.data_parallel_sharding={cfg.parallelism.data_parallel_sharding!r} keeps parameters gathered, "
+            f"parallelism.fsdp_reshard_after_forward='always' drops them: use 'zero3', or 'default'",
+            "parallelism.data_parallel_sharding",
+            "parallelism.fsdp_reshard_after_forward",
         )
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
@@ -36,6 +53,32 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     if s.decay_ratio is not None and not 0 <= s.decay_ratio <= 1:
         raise ConfigError(f"lr_scheduler.decay_ratio={s.decay_ratio}: expected a share from 0 to 1", "lr_scheduler.decay_ratio")
     return degrees
+
+
+def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
+    args, tp = get_args(cfg.model), degrees.tp
+    key = "parallelism.tensor_parallel_degree"
+    heads = math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim)
+    for name, size in (("n_heads", args.n_heads), ("n_kv_heads", args.n_kv_heads), ("hidden_dim", args.hidden_dim)):
+        if size % tp:
+            raise ConfigError(
+                f"{key}={tp} must divide {cfg.model.name} {cfg.model.flavor}'s {name}={size}: use one of {divisors(heads)}", key
+            )
+    for section in ("training", "validation") if cfg.validation.enable else ("training",):
+        seq_len = getattr(cfg, section).seq_len
+        if seq_len % tp:
+            below, above = seq_len // tp * tp, (seq_len // tp + 1) * tp
+            raise ConfigError(
+                f"{section}.seq_len={seq_len} must divide by {key}={tp}: use {f'{below} or ' if below else ''}{above}",
+                f"{section}.seq_len",
+                key,
+            )
+    if cfg.parallelism.enable_async_tensor_parallel and not (cfg.compile.enable and torch.cuda.is_available()):
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel=true needs compile.enable=true and CUDA devices",
+            "parallelism.enable_async_tensor_parallel",
+            "compile.enable",
+        )
 
 
 def global_batch_size(cfg: Config, degrees: Degrees) -> int:
@@ -57,7 +100,7 @@ def global_batch_size(cfg: Config, degrees: Degrees) -> int:
 
 
 _AT_LEAST = {
-    "training.local_batch_size": 1, "training.seq_len": 1, "training.max_norm": 0, "training.steps": 1, "training.gc_freq": 1,
+    "training.local_batch_size": 1, "training.seq_len": 1, "training.max_norm": 0, "training.loss_chunk_tokens": 0, "training.steps": 1, "training.gc_freq": 1,
     "training.dataloader.num_workers": 0, "validation.local_batch_size": 1, "validation.seq_len": 1, "validation.freq": 1,
     "validation.dataloader.num_workers": 0, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,

@@ -1,4 +1,4 @@
-"""Data parallel by FSDP2: replicate, shard (ZeRO-3) and HSDP are one call with other meshes; also mixed precision."""
+"""Data parallel by FSDP2: replicate, ZeRO-1 to 3 and HSDP are one call with other meshes and policies; also mixed precision."""
 
 import torch
 from torch import nn
@@ -6,12 +6,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from titanlite.config import Parallelism, Training
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.plan import ParallelPlan
+from titanlite.parallel.plan import ParallelPlan, is_tied
 from titanlite.utils import logger
 
 
 def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism, training: Training) -> None:
     """Shards or replicates blocks, then what surrounds them, then the root. Gradients are sums over ranks, never means.
+
+    ZeRO (arXiv 1910.02054) by policies: zero3 drops gathered parameters after each block, zero2 keeps them through the
+    step, zero1 also keeps whole gradients until the last microbatch (`set_step_policy`).
 
     One rank alone is wrapped too where the forward runs in another dtype, or it would silently stay in fp32.
     """
@@ -30,7 +33,7 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
         if training.enable_cpu_offload
         else OffloadPolicy(),
     }
-    reshard = degrees.fsdp > 1 and cfg.fsdp_reshard_after_forward != "never"
+    reshard = degrees.fsdp > 1 and cfg.data_parallel_sharding == "zero3" and cfg.fsdp_reshard_after_forward != "never"
     for block in plan.blocks_of(part).values():
         fully_shard(block, reshard_after_forward=reshard, **options)
 
@@ -49,14 +52,18 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
         module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
         if mesh.device.type == "cpu" and degrees.dp_replicate * degrees.fsdp > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} param={training.mixed_precision_param}")
+    logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} {cfg.data_parallel_sharding} param={training.mixed_precision_param}")
+
+
+def set_step_policy(part: nn.Module, mesh: Mesh, cfg: Parallelism, *, is_last: bool) -> None:
+    """What the next backward does with gradients and gathered parameters, by whether it is the step's last."""
+    keeps_gradients = mesh.degrees.fsdp == 1 or cfg.data_parallel_sharding == "zero1"
+    keeps_parameters = cfg.data_parallel_sharding != "zero3"
+    for module in fsdp_modules(part):
+        module.set_requires_gradient_sync(is_last or not keeps_gradients, recurse=False)
+        module.set_requires_all_reduce(is_last, recurse=False)  # between replicas: once a step
+        module.set_reshard_after_backward(is_last or not keeps_parameters, recurse=False)
 
 
 def fsdp_modules(part: nn.Module) -> list[FSDPModule]:
     return [m for m in part.modules() if isinstance(m, FSDPModule)]
-
-
-def is_tied(part: nn.Module, name: str, canonical: str) -> bool:
-    """Whether the two names stand for one parameter in this part."""
-    parameters = dict(part.named_parameters(remove_duplicate=False))
-    return name in parameters and parameters.get(canonical) is parameters[name]

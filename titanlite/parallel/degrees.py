@@ -30,38 +30,44 @@ class Degrees:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
+_UNSUPPORTED = ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree")
+_REPLICATE, _SHARD, _TP = (
+    f"parallelism.{name}"
+    for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+)
+
+
 def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
     """The degrees on `world_size` ranks, with -1 filled in. Raises ConfigError with the arithmetic where they don't fit."""
-    for name in (
-        "tensor_parallel_degree",
-        "pipeline_parallel_degree",
-        "context_parallel_degree",
-        "expert_parallel_degree",
-        "expert_tensor_parallel_degree",
-    ):
+    for name in _UNSUPPORTED:
         if getattr(cfg, name) != 1:
             key = f"parallelism.{name}"
             raise ConfigError(f"{key}={getattr(cfg, name)} on world size {world_size}: this version has 1 only", key)
 
-    replicate, shard = cfg.data_parallel_replicate_degree, cfg.data_parallel_shard_degree
-    keys = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
-    if replicate < 1:
-        raise ConfigError(f"{keys[0]}={replicate} must be at least 1", keys[0])
+    replicate, shard, tp = cfg.data_parallel_replicate_degree, cfg.data_parallel_shard_degree, cfg.tensor_parallel_degree
+    for key, degree in ((_REPLICATE, replicate), (_TP, tp)):
+        if degree < 1:
+            raise ConfigError(f"{key}={degree} must be at least 1", key)
+        if world_size % degree:
+            raise ConfigError(f"{key}={degree} must divide the world size {world_size}: use one of {divisors(world_size)}", key)
     if shard != -1 and shard < 1:
-        raise ConfigError(f"{keys[1]}={shard} must be at least 1, or -1 for all ranks that are left", keys[1])
-    if shard == -1:
-        if world_size % replicate:
+        raise ConfigError(f"{_SHARD}={shard} must be at least 1, or -1 for all ranks that are left", _SHARD)
+    if shard == -1 and world_size % (replicate * tp) == 0:
+        shard = world_size // (replicate * tp)
+    if replicate * shard * tp != world_size:
+        product = f"{_REPLICATE}={replicate} * {_SHARD}={shard} * {_TP}={tp}"
+        if shard == -1:
             raise ConfigError(
-                f"{keys[0]}={replicate} must divide the world size {world_size}: use one of {divisors(world_size)}", *keys
+                f"{_REPLICATE}={replicate} * {_TP}={tp} = {replicate * tp} must divide the world size {world_size}", _REPLICATE, _TP
             )
-        shard = world_size // replicate
-    if replicate * shard != world_size:
         raise ConfigError(
-            f"{keys[0]}={replicate} * {keys[1]}={shard} = {replicate * shard} ranks, but the world size is {world_size}: "
-            f"launch {replicate * shard} processes, or set {keys[1]}=-1 for all that are left",
-            *keys,
+            f"{product} = {replicate * shard * tp} ranks, but the world size is {world_size}: "
+            f"launch {replicate * shard * tp} processes, or set {_SHARD}=-1 for all that are left",
+            _REPLICATE,
+            _SHARD,
+            _TP,
         )
-    return Degrees(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=1)
+    return Degrees(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp)
 
 
 def divisors(n: int) -> list[int]:

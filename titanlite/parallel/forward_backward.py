@@ -6,29 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.batch import Batch
-from titanlite.parallel.data_parallel import fsdp_modules
+from titanlite.config import Parallelism
+from titanlite.parallel.data_parallel import fsdp_modules, set_step_policy
 from titanlite.parallel.mesh import Mesh
 
-LossFn = Callable[[Tensor, Batch], Tensor]  # logits [B, S, V], batch -> loss summed over labels, a scalar in fp32 or fp64
+LossFn = Callable[[Tensor, Batch], Tensor]  # model output, batch -> loss summed over labels, fp32 or fp64
 ForwardBackward = Callable[[list[Batch], LossFn, Tensor], Tensor]
 
 
-def build_forward_backward(parts: list[nn.Module], mesh: Mesh) -> ForwardBackward:
+def build_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Parallelism) -> ForwardBackward:
     """`forward_backward(microbatches, loss_fn, denominator)`: gradients of sum(losses) / denominator are added to .grad.
 
     Returns this rank's share of that loss, detached. `denominator` is the global label count of the whole step.
     """
     (model,) = parts
-    wrapped = fsdp_modules(model)
-    replicated = mesh.degrees.fsdp == 1
 
     def forward_backward(microbatches: list[Batch], loss_fn: LossFn, denominator: Tensor) -> Tensor:
         total = torch.zeros_like(denominator)
         for i, batch in enumerate(microbatches):
-            is_last = i == len(microbatches) - 1
-            for module in wrapped:  # shards are reduced at once (memory), replicas when the last microbatch is in
-                module.set_requires_gradient_sync(is_last or not replicated, recurse=False)
-                module.set_requires_all_reduce(is_last, recurse=False)
+            set_step_policy(model, mesh, cfg, is_last=i == len(microbatches) - 1)
             loss = loss_fn(model(batch.tokens, batch.positions, batch.documents), batch) / denominator
             loss.backward()
             total += loss.detach()
@@ -38,10 +34,10 @@ def build_forward_backward(parts: list[nn.Module], mesh: Mesh) -> ForwardBackwar
 
 
 @torch.no_grad()
-def forward_only(parts: list[nn.Module], batch: Batch) -> Tensor:
-    """Logits [B, S, V]. Afterwards every FSDP module is resharded, or later weight updates would be ignored."""
+def forward_only(parts: list[nn.Module], batch: Batch, fn: LossFn) -> Tensor:
+    """`fn(logits, batch)`. Afterwards every FSDP module is resharded, or later weight updates would be ignored."""
     (model,) = parts
-    logits = model(batch.tokens, batch.positions, batch.documents)
+    result = fn(model(batch.tokens, batch.positions, batch.documents), batch)
     for module in fsdp_modules(model):
         module.reshard()
-    return logits
+    return result

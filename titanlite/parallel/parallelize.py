@@ -8,9 +8,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config import Config
 from titanlite.parallel.compile import apply_recompute_and_compile
-from titanlite.parallel.data_parallel import apply_data_parallel, is_tied
+from titanlite.parallel.data_parallel import apply_data_parallel
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.plan import ParallelPlan, check_plan
+from titanlite.parallel.plan import ParallelPlan, check_plan, is_tied, tie
+from titanlite.parallel.tensor import apply_tp
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: ParallelPlan, config: Config) -> list[nn.Module]:
@@ -21,6 +22,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: ParallelPlan, config: Config
     check_plan(model, plan)
     parts = [model]
     for part in parts:
+        apply_tp(part, mesh, plan, config.parallelism)
         apply_recompute_and_compile(part, plan, config.activation_checkpoint, config.compile)
         apply_data_parallel(part, mesh, plan, config.parallelism, config.training)
     return parts
@@ -50,9 +52,8 @@ def allocate(part: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
     """Storage for a part on meta: buffers with their values, parameters without, tied ones still one."""
     tied = [pair for pair in plan.tied if is_tied(part, *pair)]
     part.to_empty(device=device)
-    for name, canonical in tied:  # to_empty made two of one
-        owner, _, attribute = name.rpartition(".")
-        setattr(part.get_submodule(owner), attribute, part.get_parameter(canonical))
+    for pair in tied:  # to_empty made two of one
+        tie(part, *pair)
     for module in part.modules():
         if hasattr(module, "init_buffers"):
             module.init_buffers(device)

@@ -1,8 +1,8 @@
 """How a model may be sharded, as data that stands next to the model."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import translate
 
 from torch import nn
 
@@ -11,34 +11,60 @@ from titanlite.utils import ConfigError, nearest
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Names are module or parameter paths; `*` matches one layer number.
+    """Names are module or parameter paths; `*` stands for one name between dots, a layer's number say.
 
     blocks   the repeated block: the unit of data-parallel sharding, recompute and compile
     first    modules before the blocks, in the order they run
     last     modules after the blocks, in the order they run
+    head     the module of `last` that makes logits
+    tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """
 
     blocks: str
     first: tuple[str, ...]
     last: tuple[str, ...]
+    head: str
+    tensor: Mapping[str, str] = field(default_factory=dict)
     tied: tuple[tuple[str, str], ...] = field(default=())
 
     def blocks_of(self, part: nn.Module) -> dict[str, nn.Module]:
         """Name -> block, of those that this part holds."""
-        pattern = re.compile(translate(self.blocks))
-        return {name: m for name, m in part.named_modules() if pattern.match(name) and name.count(".") == self.blocks.count(".")}
+        return matching(part, self.blocks)
+
+
+def matching(part: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Name -> module, of this part's modules that the pattern names."""
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return {name: module for name, module in part.named_modules() if expression.fullmatch(name)}
+
+
+def tie(part: nn.Module, name: str, canonical: str) -> None:
+    """Makes the two names stand for the canonical one's parameter."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(part.get_submodule(owner), attribute, part.get_parameter(canonical))
+
+
+def is_tied(part: nn.Module, name: str, canonical: str) -> bool:
+    """Whether the two names stand for one parameter in this part."""
+    parameters = dict(part.named_parameters(remove_duplicate=False))
+    return name in parameters and parameters.get(canonical) is parameters[name]
 
 
 def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     """Raises ConfigError where the plan names something that the whole model does not have."""
-    if not plan.blocks_of(model):
-        raise ConfigError(f"the parallel plan's blocks {plan.blocks!r} match no module of {type(model).__name__}")
+    for kind, pattern in (("blocks", plan.blocks), *(("tensor", pattern) for pattern in plan.tensor)):
+        if not matching(model, pattern):
+            names = [name for name, _ in model.named_modules() if name]
+            raise ConfigError(
+                f"the parallel plan's {kind} pattern {pattern!r} matches no module of {type(model).__name__}{nearest(pattern, names)}"
+            )
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for kind, names, known in (
         ("first", plan.first, modules),
         ("last", plan.last, modules),
+        ("head", (plan.head,), modules),
         ("tied", [n for pair in plan.tied for n in pair], parameters),
     ):
         for name in names:

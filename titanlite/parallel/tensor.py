@@ -1,0 +1,97 @@
+"""Tensor parallel on DTensor (Megatron-LM, arXiv 1909.08053) with sequence parallel (arXiv 2205.05198).
+
+Between blocks a rank holds its part of the sequence [B, S / tp, D]. The vocabulary is split, evenly or not.
+"""
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from titanlite.config import Parallelism
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.plan import ParallelPlan, is_tied, matching, tie
+from titanlite.utils import logger
+
+
+class GatherInput(ParallelStyle):
+    """The first input comes in as this rank's part of the sequence and goes on whole, as a DTensor."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple) -> tuple:
+            part = inputs[0]
+            if not isinstance(part, DTensor):
+                part = DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+            return part.redistribute(placements=[Replicate()]), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class Head(GatherInput):
+    """Logits stay split over the vocabulary: a DTensor [B, S, V] in Shard(2). The loss works on the parts."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def split(_: str, linear: nn.Module, mesh: DeviceMesh) -> None:
+            weight = distribute_tensor(linear.weight, mesh, [Shard(0)], src_data_rank=None)
+            linear.register_parameter("weight", nn.Parameter(weight))
+
+        return super()._apply(distribute_module(module, mesh, split), mesh)
+
+
+class Embedding(RowwiseParallel):
+    """Rows of the table are split; the output is this rank's part of the sequence, a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, mesh)
+        module.register_forward_hook(_settled)
+        return module
+
+
+def _settled(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+    # A collective still under way must not enter a compiled block: its backward fails there, and waiting for it by hand
+    # drops the gradient in silence.
+    return output.clone()
+
+
+STYLES = {
+    "colwise": ColwiseParallel,
+    "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel,
+    "gather_input": GatherInput,
+    "embedding": Embedding,
+    "head": Head,
+}
+
+
+def apply_tp(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism) -> None:
+    """Splits the modules that the plan names over the tp axis."""
+    if mesh.degrees.tp == 1:
+        return
+    tied = [pair for pair in plan.tied if is_tied(part, *pair)]
+    tp = mesh.dense["tp"]
+    styles = {name: STYLES[style]() for pattern, style in plan.tensor.items() for name in matching(part, pattern)}
+    parallelize_module(part, tp, styles)
+    for pair in tied:  # parallelize_module made new parameters
+        tie(part, *pair)
+    if cfg.enable_async_tensor_parallel:
+        _enable_async_tensor_parallel(tp)
+    logger.info(f"tensor_parallel={mesh.degrees.tp} modules={len(styles)} async={cfg.enable_async_tensor_parallel}")
+
+
+def _enable_async_tensor_parallel(tp: DeviceMesh) -> None:
+    """Lets the compiler split matrix products into pieces that overlap their communication. CUDA only, not verified."""
+    import torch._inductor.config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    torch._inductor.config._micro_pipeline_tp = True
+    enable_symm_mem_for_group(tp.get_group().group_name)
