@@ -7,9 +7,8 @@ import contextlib
 import dataclasses
 import io
 import json
-import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -186,20 +185,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     cfg = Config()
     for key, (value, origin) in found.items():
         cfg = _replace(cfg, key, _checked(key, value, origin))
-    if not cfg.job.name:
-        cfg = _replace(cfg, "job.name", path.stem)
     origins = {key: origin for key, (_, origin) in found.items()}
-    origins.setdefault("job.name", f"the name of {path}")
     if overrides:
         cfg, given = _apply_overrides(cfg, overrides)
         origins |= dict.fromkeys(given, "the command line")
+    if not cfg.job.name:
+        cfg = _replace(cfg, "job.name", path.stem)
+        origins["job.name"] = f"the name of {path}"
+    for key, value in to_dict(cfg).items():
+        if isinstance(value, str) and not _is_utf8(value):
+            raise ConfigError(f"{origins[key]}: {key} = {value!r}: not UTF-8")
     return cfg, origins
 
 
 def defaults_help() -> str:
     """Every key with its default, as `--help` shows it."""
     try:
-        _apply_overrides(Config(), ["--help"])
+        _parse(Config(), ["--help"])
     except Help as text:
         return str(text)
     raise AssertionError("--help gave no text")
@@ -208,6 +210,14 @@ def defaults_help() -> str:
 def to_dict(cfg: Config) -> dict[str, Any]:
     """Dotted key -> value, in the order of declaration."""
     return {key: _get(cfg, key) for key in KEYS}
+
+
+def override(cfg: Config, values: Mapping[str, Any]) -> Config:
+    """`cfg` with the given dotted keys changed."""
+    for key, value in values.items():
+        assert key in KEYS, key
+        cfg = _replace(cfg, key, value)
+    return cfg
 
 
 def to_toml(cfg: Config) -> str:
@@ -221,7 +231,8 @@ def to_toml(cfg: Config) -> str:
             section = prefix
             lines += ["", f"[{section}]"]
         value = list(value) if isinstance(value, tuple) else value
-        lines.append(f"{name} = {repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)}")
+        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{name} = {text}".replace("\x7f", "\\u007f"))  # JSON has it raw, TOML has not
     return "\n".join(lines[1:]) + "\n"
 
 
@@ -233,7 +244,7 @@ def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
 
 
 KEYS: dict[str, Any] = _leaves(Config)  # dotted key -> type
-SECTIONS = {key.rsplit(".", 1)[0] for key in KEYS}
+SECTIONS = {key[:dot] for key in KEYS for dot in range(len(key)) if key[dot] == "."}
 
 
 def _get(cfg: Any, key: str) -> Any:
@@ -252,7 +263,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
     import tomli
 
     try:
-        text = path.read_bytes().decode()
+        text = path.read_bytes().decode("utf-8-sig")  # some editors put a byte order mark
     except OSError as e:
         raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
     except UnicodeDecodeError as e:
@@ -260,7 +271,7 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
     try:
         table = tomli.loads(text)
     except tomli.TOMLDecodeError as e:
-        raise ConfigError(f"{path}:{min(e.lineno, text.count(chr(10)) + 1)}: not TOML: {e.msg}") from e
+        raise ConfigError(f"{path}:{min(e.lineno, max(len(text.splitlines()), 1))}: not TOML: {e.msg}") from e
 
     found: dict[str, tuple[Any, str]] = {}
     lines = _key_lines(text)
@@ -270,53 +281,64 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
         if not isinstance(base, str):
             raise ConfigError(f"{where}: extends = {base!r}: expected the path of a TOML file, relative to this one")
         base_path = path.parent / base
-        if base_path.resolve() in (*seen, path.resolve()):
-            raise ConfigError(f"{where}: extends = {base!r} leads back to itself")
         if not base_path.is_file():
             raise ConfigError(f"{where}: extends = {base!r}: there is no file {base_path}")
+        if base_path.resolve() in (*seen, path.resolve()):
+            raise ConfigError(f"{where}: extends = {base!r} leads back to itself")
         found |= _read_toml(base_path, (*seen, path.resolve()))
 
     def walk(node: dict[str, Any], prefix: str) -> None:
         for name, value in node.items():
             key = prefix + name
             where = f"{path}:{lines.get(key, 1)}"
-            if key in KEYS:
+            if "." in name:
+                raise ConfigError(f"{where}: unknown key {prefix}{json.dumps(name)}: in quotes it is one name, not a path")
+            elif key in KEYS:
                 found[key] = (value, where)
-            elif not isinstance(value, dict):
-                raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, KEYS)}")
-            elif key in SECTIONS:
+            elif key in SECTIONS and isinstance(value, dict):
                 walk(value, key + ".")
-            else:
+            elif key in SECTIONS:
+                raise ConfigError(f"{where}: {key} = {value!r}: expected a section, [{key}]")
+            elif isinstance(value, dict):
                 raise ConfigError(f"{where}: unknown section [{key}]{nearest(key, SECTIONS)}")
+            else:
+                raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, [*KEYS, 'extends'])}")
 
     walk(table, "")
     return found
 
 
-_HEADER = re.compile(r"^\s*\[+\s*([^\]]+?)\s*\]+")
-_ASSIGN = re.compile(r"""^\s*([\w.\-"' ]+?)\s*=""")
-
-
 def _key_lines(text: str) -> dict[str, int]:
-    """Dotted key or section -> the line it stands on (tomli gives lines for syntax errors only)."""
+    """Dotted key or section -> the line its statement starts on (tomli gives lines for syntax errors only)."""
+    import tomli
+
     lines: dict[str, int] = {}
-    section = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            section = _plain(header[1]) + "."
-            key = section[:-1]
-        elif assign := _ASSIGN.match(line):
-            key = section + _plain(assign[1])
-        else:
+    section, statement = "", ""
+    for number, line in enumerate(text.split("\n"), 1):
+        statement += line + "\n"
+        try:
+            keys = list(_dotted(tomli.loads(statement), section))
+        except tomli.TOMLDecodeError:  # a string, list or table that goes on in the next line
             continue
-        parts = key.split(".")
-        for n in range(1, len(parts) + 1):  # a section may only ever appear inside a longer name
-            lines.setdefault(".".join(parts[:n]), number)
+        if statement.lstrip().startswith("["):
+            keys = [key.removeprefix(section) for key in keys]
+            section = keys[-1] + "."
+        for key in keys:  # a section may only ever appear inside a longer name
+            lines.setdefault(key, number + 1 - statement.count("\n"))
+        statement = ""
     return lines
 
 
-def _plain(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+def _dotted(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The names of everything in `table`, outer tables before what is in them."""
+    for name, value in table.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{name}.")
+
+
+def _is_utf8(text: str) -> bool:
+    return not any("\ud800" <= c <= "\udfff" for c in text)  # what Python makes of other bytes on a command line
 
 
 def _allowed(kind: Any) -> str:
@@ -351,54 +373,79 @@ def _checked(key: str, value: Any, where: str) -> Any:
     try:
         return _convert(value, KEYS[key])
     except TypeError:
-        choices = get_args(KEYS[key]) if get_origin(KEYS[key]) is Literal else ()
-        hint = nearest(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{where}: {key} = {value!r}: expected {_allowed(KEYS[key])}{hint}") from None
+        raise ConfigError(f"{where}: {key} = {value!r}: expected {_expected(key, value)}") from None
+
+
+def _expected(key: str, value: Any) -> str:
+    """What `key` may be, and the nearest choice to what was given."""
+    choices = _choices(KEYS[key])
+    wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str) and v not in choices]
+    return _allowed(KEYS[key]) + (nearest(wrong[0], choices) if wrong else "")
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return get_args(kind) if get_origin(kind) is Literal else sum(map(_choices, get_args(kind)), ())
 
 
 def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set[str]]:
     """`--section.key value` on top of `cfg`, parsed by tyro; also `--section.flag`, `--section.no-flag`, `--section.flag true`."""
-    import tyro
-
-    args, given = [], set()
+    given: dict[str, tuple[str, list[str]]] = {}  # key -> the option as it was written, its values; the last one counts
+    key = None
     for word in overrides:
-        if args and word.lower() in ("true", "false") and (flag := _flag(args[-1])):
-            args[-1] = f"--{flag}" if word.lower() == "true" else _negated(flag)
-            continue
-        if word.startswith("--") and word != "--help":
+        if word in ("-h", "--help"):
+            _parse(cfg, ["--help"])
+        elif word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = _normal(name)
             if key not in KEYS:
                 raise ConfigError(f"unknown option --{name}{nearest(key, KEYS)} (options are --section.key value)")
-            given.add(key)
-            if equals and KEYS[key] is bool and value.lower() in ("true", "false"):
-                word = f"--{key}" if value.lower() == "true" else _negated(key)
-        args.append(word)
+            given[key] = name, [value] if equals else []
+        elif key is None:
+            raise ConfigError(f"unexpected {word!r} (options are --section.key value)")
+        else:
+            given[key][1].append(word)
+    options = {key: _option(key, name, values) for key, (name, values) in given.items()}
+    try:
+        return _parse(cfg, sum(options.values(), [])), set(given)
+    except ConfigError:
+        for key, (name, values) in given.items():
+            written = " ".join([f"--{name}", *values])
+            _parse(cfg, options[key], f"{written}: expected {_expected(key, values)}")
+        raise
+
+
+def _option(key: str, name: str, values: list[str]) -> list[str]:
+    """The words that tyro understands."""
+    if KEYS[key] is not bool:
+        return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
+    negated = _key(name) != key
+    if [v.lower() for v in values] not in ([], *([] if negated else [["true"], ["false"]])):
+        raise ConfigError(f"--{name} {' '.join(values)}: expected {'no value' if negated else 'true, false or no value'}")
+    head, _, last = key.rpartition(".")
+    return [f"--{head}.no_{last}"] if negated or "false" in map(str.lower, values) else [f"--{key}"]
+
+
+def _parse(cfg: Config, args: list[str], problem: str = "") -> Config:
+    """`cfg` with tyro's `args` on top. Raises Help where they ask for it, ConfigError of `problem` where they are wrong."""
+    import tyro
 
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-            cfg = tyro.cli(Config, default=cfg, args=args, use_underscores=True, prog="titanlite train CONFIG.toml")
+            return tyro.cli(Config, default=cfg, args=args, use_underscores=True, prog="titanlite train CONFIG.toml")
     except SystemExit as e:
         if e.code in (0, None):
             raise Help(printed.getvalue()) from None
-        raise ConfigError(f"on the command line: {' '.join(overrides)}\n{printed.getvalue().rstrip()}") from None
-    return cfg, given
+        raise ConfigError(problem or f"on the command line: {' '.join(args)}\n{printed.getvalue().rstrip()}") from None
+
+
+def _key(name: str) -> str:
+    return name.replace("-", "_")
 
 
 def _normal(name: str) -> str:
     """The key an option names, `--checkpoint.no-enable` included."""
-    key = name.replace("-", "_")
+    key = _key(name)
     head, _, last = key.rpartition(".")
     positive = f"{head}.{last.removeprefix('no_')}"
     return positive if key not in KEYS and KEYS.get(positive) is bool else key
-
-
-def _flag(word: str) -> str | None:
-    key = word[2:].replace("-", "_")
-    return key if word.startswith("--") and KEYS.get(key) is bool else None
-
-
-def _negated(key: str) -> str:
-    head, _, last = key.rpartition(".")
-    return f"--{head}.no_{last}"

@@ -34,9 +34,9 @@ def explain(error: ConfigError, origins: Mapping[str, str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known name closest to `name`, or nothing when none is close."""
     known = list(known)
-    found = get_close_matches(name, known, n=1, cutoff=0.6)
-    if not found:  # a right key in the wrong section
-        found = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]][:1]
+    same = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]  # a right key in the wrong section
+    cutoff = 0 if same else 0.7 if "." in name else 0.6  # a section in common is not much of a likeness
+    found = get_close_matches(name, same or known, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
