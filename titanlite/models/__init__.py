@@ -17,7 +17,7 @@ FAMILIES = {"llama3": "titanlite.models.llama"}
 def get_family(cfg: Model) -> ModuleType:
     """The package of `model.name`: a known family or an import path."""
     path = FAMILIES.get(cfg.name, cfg.name)
-    if path == cfg.name and "." not in path:
+    if path == cfg.name and not ("." in path and all(part.isidentifier() for part in path.split("."))):
         raise ConfigError(
             f"model.name={cfg.name!r}: expected one of {sorted(FAMILIES)} or an import path{nearest(cfg.name, FAMILIES)}",
             "model.name",
