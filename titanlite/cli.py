@@ -21,7 +21,7 @@ CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "generate": _generate}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -92,6 +92,23 @@ def _print_config(cfg: Config, origins: Origins) -> int:
     for key, value in values.items():
         print(f"{value:<{width}}  # {origins.get(key, 'default')}")
     return EXIT_DONE
+
+
+def _verify(argv: list[str]) -> int:
+    """Compare layouts with one rank, tensor by tensor; exit 0 where all agree, 1 where one differs."""
+    parser = argparse.ArgumentParser(prog="titanlite verify", epilog="--section.key value changes the configuration.")
+    parser.add_argument("config", type=Path, help="a TOML file: its model and optimizer are compared")
+    parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="e.g. tp=2 fsdp=2,tp=2 hsdp=2x2,recompute=full")
+    parser.add_argument("--full", action="store_true", help="every legal combination instead of every pair")
+    parser.add_argument("--plant", metavar="FAULT", help="run with a planted fault, which must be found; `list` shows them")
+    args, overrides = parser.parse_known_args(["list", *argv] if argv == ["--plant", "list"] else argv)
+    from titanlite.verify.command import verify_command
+
+    return run_as_command(
+        lambda cfg, _: verify_command(cfg, args.layouts, full=args.full, plant=args.plant),
+        [str(args.config), *overrides],
+        "titanlite verify CONFIG.toml [--layouts LAYOUT ...] [--plant FAULT]",
+    )
 
 
 def _generate(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ import torch
 
 from titanlite.config import Config
 from titanlite.models import get_args
-from titanlite.parallel.degrees import Degrees, resolve_degrees
+from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
 from titanlite.utils import ConfigError
 
 _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}

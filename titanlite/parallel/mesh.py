@@ -48,17 +48,25 @@ class Mesh:
         return self.data.get_local_rank("tp") == 0 and self.data.get_local_rank("pp") == 0
 
 
-def init_distributed(comm: Comm) -> torch.device:
-    """Joins the gang that torchrun started (or makes one of this process alone); returns this rank's device."""
+def init_distributed(comm: Comm, *, store: dist.Store | None = None) -> torch.device:
+    """Joins the gang that torchrun started, or makes one of this process alone; returns this rank's device.
+
+    With a store, its ranks meet there instead of at torchrun's.
+    """
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0")))
+        if device.index >= torch.accelerator.device_count():
+            raise ConfigError(f"local rank {device.index} has no device: this machine has {torch.accelerator.device_count()}")
         torch.accelerator.set_device_index(device.index)
     if not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if device.type == "cuda" else None
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group(backend, timeout=timeout, **alone)
+        rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        if store is None and "RANK" not in os.environ:
+            store = dist.HashStore()
+        meet = {} if store is None else {"store": store, "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=timeout, **meet)
     return device
 
 

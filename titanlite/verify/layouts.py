@@ -1,0 +1,161 @@
+"""Layouts as short texts, `hsdp=2x2,tp=2,recompute=full`, and sets of them that take every pair of choices."""
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titanlite.config import Config, override
+from titanlite.utils import ConfigError, nearest
+
+ROWS, SEQ_LEN, STEPS = 16, 32, 3  # of the batch that is compared
+ACCUMULATE = 2  # microbatches a step, unless the layout says
+
+
+@dataclass(frozen=True)
+class Layout:
+    text: str
+    world_size: int
+    cfg: Config
+
+    @property
+    def reference_key(self) -> tuple:
+        """Layouts with the same key compute the same thing."""
+        return self.cfg.model, self.cfg.training.dtype, self.cfg.training.mixed_precision_param
+
+
+def _degrees(**degrees: int) -> dict[str, int]:
+    return {f"parallelism.{name}_degree": n for name, n in degrees.items()}
+
+
+def _sharded(stage: str) -> Callable[[str], dict]:
+    return lambda n: {"parallelism.data_parallel_sharding": stage, **_degrees(data_parallel_shard=int(n))}
+
+
+def _hsdp(size: str) -> dict:
+    replicate, shard = map(int, size.split("x"))
+    return _degrees(data_parallel_replicate=replicate, data_parallel_shard=shard)
+
+
+def _recompute(mode: str) -> dict:
+    if mode in ("none", "full"):
+        return {"activation_checkpoint.mode": mode}
+    return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": mode}
+
+
+_N = r"[1-9]\d*"
+# key -> (what its value looks like, in words, the configuration it stands for)
+KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
+    "replicate": (_N, "a number of ranks", lambda n: _degrees(data_parallel_replicate=int(n))),
+    "zero1": (_N, "a number of ranks", _sharded("zero1")),
+    "zero2": (_N, "a number of ranks", _sharded("zero2")),
+    "fsdp": (_N, "a number of ranks", _sharded("zero3")),
+    "hsdp": (rf"{_N}x{_N}", "REPLICATExSHARD, e.g. 2x2", _hsdp),
+    "tp": (_N, "a number of ranks", lambda n: _degrees(tensor_parallel=int(n))),
+    "reshard": ("default|always|never", "default, always or never", lambda v: {"parallelism.fsdp_reshard_after_forward": v}),
+    "recompute": (rf"none|full|op|{_N}", "none, full, op, or N for every N-th block", _recompute),
+    "compile": ("[a-z_]+", "a torch.compile backend", lambda v: {"compile.enable": True, "compile.backend": v}),
+    "accumulate": (_N, "microbatches a step", lambda n: {}),
+    "chunk": (_N, "tokens", lambda n: {"training.loss_chunk_tokens": int(n)}),
+    "offload": ("true|false", "true or false", lambda v: {"training.enable_cpu_offload": v == "true"}),
+    "tied": ("true|false", "true or false", lambda v: {"model.tie_embeddings": v == "true"}),
+    "dtype": ("float64|float32|bfloat16", "float64, float32 or bfloat16", lambda v: {"training.mixed_precision_param": v, "training.dtype": v}),
+}  # fmt: skip
+
+
+def parse_layout(text: str, cfg: Config) -> Layout:
+    """The configuration that `text` means on top of `cfg`. Raises ConfigError for an unknown key or a value it cannot have."""
+    given: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in KEYS:
+            raise ConfigError(f"layout {text!r}: unknown key {key!r}{nearest(key, KEYS)} (keys: {', '.join(KEYS)})")
+        pattern, words, _ = KEYS[key]
+        if not re.fullmatch(pattern, value):
+            raise ConfigError(f"layout {text!r}: {key}={value!r}: expected {words}")
+        if key in given:
+            raise ConfigError(f"layout {text!r}: {key} is given twice")
+        given[key] = value
+    forms = [key for key in ("replicate", "zero1", "zero2", "fsdp", "hsdp") if key in given]
+    if len(forms) > 1:
+        raise ConfigError(f"layout {text!r}: {' and '.join(forms)} are forms of data parallel: use one (hsdp=2x2 is both)")
+
+    values = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": 1}
+    for key, value in given.items():
+        values |= KEYS[key][2](value)
+    batch_ranks = values["parallelism.data_parallel_replicate_degree"] * values["parallelism.data_parallel_shard_degree"]
+    microbatches = batch_ranks * int(given.get("accumulate", ACCUMULATE))
+    if ROWS % microbatches:
+        raise ConfigError(
+            f"layout {text!r}: {batch_ranks} data-parallel ranks * {microbatches // batch_ranks} microbatches must divide "
+            f"the {ROWS} rows that are compared"
+        )
+    values["training.local_batch_size"] = ROWS // microbatches
+    world_size = batch_ranks * values.get("parallelism.tensor_parallel_degree", 1)
+    return Layout(text, world_size, override(cfg, values))
+
+
+def base_config(cfg: Config) -> Config:
+    """`cfg` as it is compared: its model and optimizer, plain in everything that a layout says, in fp64.
+
+    The vocabulary is made odd, so that it divides by nothing; clipping acts on every step.
+    """
+    from titanlite.models import get_args
+
+    vocab_size = get_args(cfg.model).vocab_size
+    return override(
+        cfg,
+        {
+            "model.vocab_size": vocab_size - 1 + vocab_size % 2,
+            "training.seq_len": SEQ_LEN,
+            "training.global_batch_size": ROWS,
+            "training.steps": STEPS,
+            "training.max_norm": 0.1,
+            "training.dtype": "float64",
+            "training.mixed_precision_param": "float64",
+            "training.loss_chunk_tokens": 0,
+            "training.enable_cpu_offload": False,
+            "lr_scheduler.warmup_steps": 0,
+            "lr_scheduler.total_steps": None,
+            "activation_checkpoint.mode": "none",
+            "compile.enable": False,
+            "validation.enable": False,
+            **{f"parallelism.{name}": getattr(type(cfg.parallelism)(), name) for name in vars(cfg.parallelism)},
+        },
+    )
+
+
+# What the default set chooses from, one of each line.
+CHOICES: tuple[tuple[str, ...], ...] = (
+    ("", "replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2"),
+    ("", "tp=2"),
+    ("", "recompute=full", "recompute=2", "recompute=op"),
+    ("", "compile=aot_eager"),
+    ("", "chunk=50"),
+    ("", "accumulate=4"),
+    ("", "tied=true"),
+    ("", "offload=true"),
+)
+
+
+def default_layouts(legal: Callable[[str], bool]) -> list[str]:
+    """Each choice alone, then a greedy cover of all pairs of choices (absence is one) by layouts that are `legal`."""
+    singles = [choice for choices in CHOICES for choice in choices if choice and legal(choice)]
+    everything = [c for c in itertools.product(*CHOICES) if any(c) and legal(_text(c))]
+    pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in everything}
+    wanted = set().union(*pairs.values())
+    layouts = list(singles)
+    while wanted:
+        best = max(everything, key=lambda c: len(pairs[c] & wanted))
+        layouts.append(_text(best))
+        wanted -= pairs[best]
+    return list(dict.fromkeys(layouts))
+
+
+def all_layouts(legal: Callable[[str], bool]) -> list[str]:
+    """Every legal combination of choices."""
+    return [text for text in map(_text, itertools.product(*CHOICES)) if text and legal(text)]
+
+
+def _text(combination: tuple[str, ...]) -> str:
+    return ",".join(filter(None, combination))

@@ -1,0 +1,203 @@
+"""Planted faults: what real trainers shipped, put into this one, so that `verify` can be seen to catch it.
+
+Each replaces one function while a layout runs: `titanlite verify X.toml --plant NAME`, on the layout it needs or on others.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanlite import losses, trainer
+from titanlite.batch import IGNORE, Batch
+from titanlite.parallel import parallelize, tensor
+from titanlite.parallel.mesh import Mesh
+from titanlite.utils import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Mutant:
+    fault: str  # what goes wrong
+    layout: str  # one that shows it
+    found: str  # what the verdict names
+    patch: Callable[[], contextlib.AbstractContextManager]
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], contextlib.AbstractContextManager]:
+    return lambda: mock.patch.object(owner, name, value)
+
+
+def _around_forward_backward(change: Callable) -> Callable[[], contextlib.AbstractContextManager]:
+    """`change(inner, mesh, microbatches, loss_fn, denominator)` in place of the step's forward and backward."""
+    original = trainer.build_forward_backward
+
+    def build(parts: list[nn.Module], mesh: Mesh, cfg: Any) -> Callable:
+        inner = original(parts, mesh, cfg)
+        return lambda *args: change(inner, mesh, *args)
+
+    return _replaced(trainer, "build_forward_backward", build)
+
+
+def _with_batches(change: Callable[[Batch], Batch]) -> Callable[[], contextlib.AbstractContextManager]:
+    return _around_forward_backward(
+        lambda inner, mesh, batches, loss_fn, denominator: inner([change(b) for b in batches], loss_fn, denominator)
+    )
+
+
+def _take_partial_for_whole(parameters: Iterator[nn.Parameter]) -> None:
+    for p in parameters:
+        if isinstance(p, DTensor) and all(place.is_replicate() for place in p.placements):
+            p.grad = DTensor.from_local(p.grad.to_local(), p.device_mesh, p.placements)
+
+
+def _mean_of_means(inner, mesh, batches, loss_fn, denominator) -> Tensor:
+    mine = sum((batch.labels != IGNORE).sum() for batch in batches)
+    return inner(batches, loss_fn, torch.zeros_like(denominator) + mine * mesh.degrees.batch)
+
+
+def _norm_of_own_shards(parameters: Iterator[nn.Parameter], stage_size: int) -> Tensor:
+    grads = [g for g in trainer.local_gradients(parameters) if g.numel()]
+    return torch.stack([g.double().square().sum() for g in grads]).sum() / stage_size
+
+
+def _same_values_everywhere(full: Tensor, mesh: Any, placements: Any, *, src_data_rank: None) -> DTensor:
+    right = parallelize_distribute(full, mesh, placements, src_data_rank=src_data_rank)
+    local = full.flatten()[: right.to_local().numel()].view_as(right.to_local())
+    return DTensor.from_local(local, mesh, placements, shape=right.shape, stride=right.stride())
+
+
+parallelize_distribute = parallelize.distribute_tensor
+
+
+def _split_evenly(whole: DTensor, dim: int) -> tuple[int, dist.ProcessGroup]:
+    mesh = whole.device_mesh
+    return mesh.get_local_rank() * (whole.shape[dim] // mesh.size()), mesh.get_group()
+
+
+def _compiled_in_a_wrapper(part: nn.Module, plan: Any, ac: Any, cfg: Any) -> None:
+    for name, block in plan.blocks_of(part).items():
+        owner, _, attribute = name.rpartition(".")
+        part.get_submodule(owner)[attribute] = torch.compile(block, backend=cfg.backend)
+
+
+@contextlib.contextmanager
+def _divided_twice_on_one_rank() -> Iterator[None]:
+    def factor_4(module: FSDPModule, factor: float) -> None:
+        set_factor(module, 4.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    set_factor = FSDPModule.set_gradient_divide_factor
+    scaled = _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n / 4) / 4)
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor", factor_4), scaled():
+        yield
+
+
+MUTANTS: dict[str, Mutant] = {
+    "drop_tp_gradient_reduction": Mutant(
+        "gradients of norms, sums over the sequence's parts, are taken for whole (torchtitan 2387, 2416, 1878)",
+        "tp=2", "gradient norm.weight", _replaced(trainer, "finish_gradients", _take_partial_for_whole),
+    ),
+    "chunked_loss_gradient_taken_for_replicated": Mutant(
+        "the gradient of hidden states, a sum over vocabulary parts, is labelled replicated (torchtitan 3412)",
+        "tp=2,chunk=50", "gradient norm.weight", _replaced(losses, "Partial", Replicate),
+    ),
+    "half_loss": Mutant(
+        "the reported loss leaves out ranks (torchtitan 3329, 3280)",
+        "fsdp=2", "loss step 1",
+        _around_forward_backward(lambda inner, mesh, *args: inner(*args) * (mesh.rank == 0)),
+    ),
+    "wrong_denominator": Mutant(
+        "a mean of per-rank means instead of the global token mean (torchtitan 1842, 2206)",
+        "fsdp=2", "loss step 1", _around_forward_backward(_mean_of_means),
+    ),
+    "padding_counted": Mutant(
+        "labels that are ignored count in the denominator (transformers 34191)",
+        "tp=2", "loss step 1", _replaced(trainer, "IGNORE", IGNORE - 1),
+    ),
+    "double_scaled_accumulation": Mutant(
+        "the loss is divided by the number of microbatches on top (torchtitan 1733)",
+        "accumulate=4", "loss step 1",
+        _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n * len(batches))),
+    ),
+    "norm_misses_ranks": Mutant(
+        "the gradient norm is that of this rank's shards (torchtitan 596, 649)",
+        "fsdp=2", "grad_norm step 1", _replaced(trainer, "local_square_sum", _norm_of_own_shards),
+    ),
+    "gradient_mean_over_ranks": Mutant(
+        "FSDP divides by its group's size although the loss is divided already (torchtitan 1551)",
+        "fsdp=2", "gradient output.weight", _replaced(FSDPModule, "set_gradient_divide_factor", lambda module, factor: None),
+    ),
+    "replicas_not_reduced": Mutant(
+        "gradients are reduced among shards, not among replicas",
+        "hsdp=2x2", "gradient output.weight", _replaced(FSDPModule, "set_requires_all_reduce", lambda module, wanted, recurse: all_reduce_off(module)),
+    ),
+    "gradients_never_reduced": Mutant(
+        "gradient synchronisation stays off after accumulation: gradients are missing",
+        "zero1=2", "gradient output.weight", _replaced(FSDPModule, "set_requires_gradient_sync", lambda module, wanted, recurse: sync_off(module)),
+    ),
+    "untied_at_materialisation": Mutant(
+        "tied embeddings come apart when a meta model is materialised (torchtitan 2252)",
+        "tied=true", "output output", _replaced(parallelize, "tie", lambda *_: None),
+    ),
+    "tied_on_one_side": Mutant(
+        "tensor parallel leaves the head with a parameter of its own",
+        "tied=true,tp=2", "output output", _replaced(tensor, "tie", lambda *_: None),
+    ),
+    "init_equal_on_all_shards": Mutant(
+        "every shard starts with the same random values, as DTensor's own draws do on CPU",
+        "fsdp=2", "output tok_embeddings", _replaced(parallelize, "distribute_tensor", _same_values_everywhere),
+    ),
+    "positions_off_by_one": Mutant(
+        "positions belong to the neighbouring token",
+        "tp=2", "output layers.0", _with_batches(lambda batch: batch._replace(positions=batch.positions.roll(1, dims=1))),
+    ),
+    "attention_across_documents": Mutant(
+        "packing lets one document attend to another (torchtitan 3130)",
+        "fsdp=2", "output layers.0", _with_batches(lambda batch: batch._replace(documents=None)),
+    ),
+    "uneven_vocabulary_taken_for_even": Mutant(
+        "a rank looks for labels in the wrong part of a vocabulary that does not divide",
+        "tp=2", "loss step 1", _replaced(losses, "_split_of", _split_evenly),
+    ),
+    "compile_renames_parameters": Mutant(
+        "compiled blocks are wrapped, names gain a prefix (torchtitan 961, 594)",
+        "compile=aot_eager", "output layers.0", _replaced(parallelize, "apply_recompute_and_compile", _compiled_in_a_wrapper),
+    ),
+    "wait_drops_gradients": Mutant(
+        "a collective is waited for by hand before a compiled block (PyTorch: its gradient is dropped in silence)",
+        "tp=2,compile=aot_eager", "gradient tok_embeddings.weight",
+        _replaced(tensor, "_settled", lambda module, inputs, output: getattr(output, "wait", lambda: output)()),
+    ),
+    "divided_twice_on_one_rank": Mutant(
+        "a divide factor on a shard group of one rank is applied twice (PyTorch)",
+        "offload=true", "gradient output.weight", _divided_twice_on_one_rank,
+    ),
+}  # fmt: skip
+
+
+def all_reduce_off(module: FSDPModule, set_all_reduce: Callable = FSDPModule.set_requires_all_reduce) -> None:
+    set_all_reduce(module, False, recurse=False)
+
+
+def sync_off(module: FSDPModule, set_sync: Callable = FSDPModule.set_requires_gradient_sync) -> None:
+    set_sync(module, False, recurse=False)
+
+
+def find_mutant(name: str) -> Mutant:
+    if name not in MUTANTS:
+        raise ConfigError(f"--plant {name}: no such fault{nearest(name, MUTANTS)} (`--plant list` shows them)")
+    return MUTANTS[name]
+
+
+@contextlib.contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """Runs with the fault in place, or as it is."""
+    with contextlib.nullcontext() if name is None else find_mutant(name).patch():
+        yield
