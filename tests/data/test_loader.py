@@ -25,9 +25,11 @@ def build():
     """Loaders of these tests, closed at their end."""
     loaders = []
 
-    def build_loader(source, dp_rank=0, dp_degree=1, positions=None, *, workers=0, local=2, rows=ROWS, prefetch=None):
+    def build_loader(
+        source, dp_rank=0, dp_degree=1, positions=None, *, workers=0, local=2, rows=ROWS, prefetch=None, seq_len=SEQ_LEN
+    ):
         options = DataLoader(num_workers=workers, prefetch_factor=prefetch)
-        cfg = Training(local_batch_size=local, seq_len=SEQ_LEN, dataloader=options)
+        cfg = Training(local_batch_size=local, seq_len=seq_len, dataloader=options)
         ranks = {"dp_rank": dp_rank, "dp_degree": dp_degree, "global_batch_size": rows}
         loaders.append(build_train_loader(cfg, source, BYTES, seed=7, positions=positions, **ranks))
         return loaders[-1]
@@ -178,6 +180,23 @@ raise SystemExit(3)
 """
     ended = subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (3, "")
+
+
+def test_workers_end_soon_after_a_trainer_that_was_killed(build, source_of):
+    ours, theirs = multiprocessing.Pipe()
+
+    def train():
+        loader = build(source_of(["x" * 1_000_000] * 8), workers=2, seq_len=100_000)  # rows that fill a pipe
+        next(loader)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = multiprocessing.get_context("fork").Process(target=train)
+    trainer.start()
+    trainer.join()
+    theirs.close()  # the workers hold the other copies
+    assert ours.poll(30)
+    with pytest.raises(EOFError):
+        ours.recv()
 
 
 def test_what_a_worker_gets_can_be_pickled_for_other_start_methods(source, texts):

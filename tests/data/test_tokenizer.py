@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titanlite.config import Model
-from titanlite.data.tokenizer import ByteTokenizer, build_tokenizer, check_vocab, stream_decode
+from titanlite.data.tokenizer import ByteTokenizer, SubwordTokenizer, build_tokenizer, check_vocab, stream_decode
 from titanlite.utils import ConfigError
 
 HARD = ["", "plain", "é€😀 👩‍👩‍👧 \u200d", "a\r\nb\tc \0 d", "  two  spaces ", "<|end|> is text here", "\ufffd kept"]
@@ -81,6 +81,16 @@ def test_a_stream_shows_whole_characters_as_soon_as_they_are_there(tokenizer):
     assert next(pieces) == "x" and "".join(pieces) == "😀"
 
 
+def test_a_stream_after_a_prompt_keeps_the_space_that_some_decoders_drop():
+    from tokenizers import Tokenizer, decoders, models
+
+    backend = Tokenizer(models.BPE({"▁Hello": 0, "▁big": 1, "▁world": 2, "</s>": 3}, []))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = SubwordTokenizer(backend, 3, 3, marks_in_text=True)
+    assert list(stream_decode(tokenizer, iter([0, 1, 2]))) == ["Hello", " big", " world"]
+    assert list(stream_decode(tokenizer, iter([1, 2]), after=[0])) == [" big", " world"]
+
+
 def test_a_stream_ends_with_the_marks_of_what_was_no_character():
     bytes_of_a_cut_character = "ab😀".encode()[:-1]
     assert "".join(stream_decode(ByteTokenizer(), iter(bytes_of_a_cut_character))) == "ab\ufffd"
@@ -143,6 +153,7 @@ def test_bpe_that_cannot_be_read_is_refused(tmp_path):
         ("config.json", {"bos_token_id": 300, "eos_token_id": 301}),
         ("generation_config.json", {"bos_token_id": 300, "eos_token_id": [301, 5]}),
         ("tokenizer_config.json", {"bos_token": None}),
+        ("config.json", {"bos_token_id": -1, "eos_token_id": []}),
         (None, {}),
     ],
 )

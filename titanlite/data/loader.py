@@ -1,7 +1,10 @@
 """From packed rows to this rank's microbatches: a resumable training loader and one pass over the validation data."""
 
 import atexit
+import os
 import signal
+import threading
+import time
 import warnings
 from collections.abc import Generator, Iterator
 from itertools import count, islice
@@ -137,7 +140,7 @@ def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
             persistent_workers=cfg.persistent_workers,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_prepare_worker,
         )
     return _Workers(iter(loader), cfg.num_workers)
 
@@ -164,10 +167,17 @@ def _as_is(item: Step | ConfigError) -> Step | ConfigError:
     return item
 
 
-def _ignore_signals(_worker: int) -> None:
-    """A signal to the whole job must leave the workers alive until the trainer has saved."""
+def _prepare_worker(_worker: int) -> None:
+    """A signal to the whole job must leave the workers alive until the trainer has saved, but not without a trainer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)  # a regular end would wait for ever to hand over the last rows
 
 
 def validation_batches(

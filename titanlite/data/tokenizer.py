@@ -119,9 +119,9 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
         )
 
 
-def stream_decode(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """The text of `ids` piece by piece, each piece whole characters, for showing it while it is generated."""
-    shown, new = [], []  # the last tokens shown stay as context: some decoders treat the first token differently
+def stream_decode(tokenizer: Tokenizer, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of `ids`, which follow the prompt `after`, in pieces of whole characters, each as soon as it is there."""
+    shown, new = list(after), []  # what was shown last stays as context: some decoders drop a first token's space
     for i in ids:
         new.append(i)
         text = tokenizer.decode(shown + new)
@@ -185,14 +185,15 @@ def _load_hf(path: str | None) -> SubwordTokenizer:
 
 
 def _find_mark(kind: str, settings: list[dict], well_known: tuple[str, ...], backend) -> int | None:
+    ids = backend.get_vocab()
     named = [s.get(f"{kind}{suffix}") for s in settings for suffix in ("_token", "_token_id")]
     for mark in [*named, *well_known]:
         if isinstance(mark, dict):  # an AddedToken
             mark = mark.get("content")
         if isinstance(mark, list):  # any of these ends a text; the first is the document's end
             mark = mark[0] if mark else None
-        mark_id = backend.token_to_id(mark) if isinstance(mark, str) else mark
-        if mark_id is not None and backend.id_to_token(mark_id) is not None:
+        mark_id = ids.get(mark) if isinstance(mark, str) else mark
+        if mark_id in ids.values():  # some files name -1
             return mark_id
     return None
 
