@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from titanlite.config import KEYS, SECTIONS, Config, Help, defaults_help, load_config, to_dict, to_toml
+from titanlite.config import KEYS, Config, Help, defaults_help, load_config, to_dict, to_toml
 from titanlite.utils import ConfigError, explain
 
 
@@ -88,10 +88,12 @@ def test_the_last_of_two_equal_options_counts(toml):
     ],
 )
 @pytest.mark.parametrize("in_file", ["true", "false"])
-def test_a_boolean_takes_every_form(toml, words, value, in_file):
-    cfg, origins = load_config(toml(f"[checkpoint]\nenable = {in_file}\n"), [*words, "--training.steps", "3"])
-    assert cfg.checkpoint.enable is value and cfg.training.steps == 3
-    assert origins["checkpoint.enable"] == "the command line"
+@pytest.mark.parametrize("section, name", [("checkpoint", "enable"), ("model", "tie_embeddings")], ids=["bool", "bool or None"])
+def test_a_boolean_takes_every_form(toml, words, value, in_file, section, name):
+    words = [word.replace("checkpoint", section).replace("enable", name) for word in words]
+    cfg, origins = load_config(toml(f"[{section}]\n{name} = {in_file}\n"), [*words, "--training.steps", "3"])
+    assert getattr(getattr(cfg, section), name) is value and cfg.training.steps == 3
+    assert origins[f"{section}.{name}"] == "the command line"
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,8 @@ def test_a_boolean_takes_every_form(toml, words, value, in_file):
         (["--checkpoint.enable=true", "false"], "--checkpoint.enable true false: expected true, false or no value"),
         (["--checkpoint.no-enable", "true"], "--checkpoint.no-enable true: expected no value"),
         (["--checkpoint.no-enable=false"], "--checkpoint.no-enable false: expected no value"),
+        (["--checkpoint.enable", "None"], "--checkpoint.enable None: expected true, false or no value"),
+        (["--model.tie-embeddings", "yes"], "--model.tie-embeddings yes: expected true, false or no value"),
     ],
 )
 def test_a_boolean_takes_nothing_else(toml, words, message):
@@ -129,6 +133,7 @@ def test_hyphens_stand_for_underscores_and_equals_for_a_space(toml, name, equals
         (["--job.description=--odd [text] = é"], "job.description", "--odd [text] = é"),
         (["--model.vocab_size", "512"], "model.vocab_size", 512),
         (["--model.vocab_size", "None"], "model.vocab_size", None),
+        (["--model.tie_embeddings", "None"], "model.tie_embeddings", None),
     ],
 )
 def test_values_of_every_type_are_read_from_the_command_line(toml, words, key, value):
@@ -321,7 +326,3 @@ def test_every_key_is_written_out_so_that_later_defaults_change_nothing(toml):
 def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
     may_be_none = [key for key, kind in KEYS.items() if type(None) in get_args(kind)]
     assert may_be_none and all(to_dict(Config())[key] is None for key in may_be_none)
-
-
-def test_every_section_may_hold_another():
-    assert {"training", "training.dataloader", "validation.dataloader"} <= SECTIONS

@@ -57,7 +57,6 @@ class LRScheduler:
 @dataclass(frozen=True)
 class DataLoader:
     num_workers: int = 0  # processes that read and tokenize; 0: the training process itself
-    persistent_workers: bool = False  # unused workers are kept between passes (validation)
     pin_memory: bool = False
     prefetch_factor: int | None = None  # steps each worker prepares ahead; None: 2
 
@@ -129,7 +128,6 @@ class Validation:
     seq_len: int = 2048
     freq: int = 10  # steps between validations; the last step is always validated
     steps: int = -1  # batches a validation; -1: the whole data set
-    dataloader: DataLoader = field(default_factory=DataLoader)
 
 
 @dataclass(frozen=True)
@@ -416,13 +414,17 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
 
 def _option(key: str, name: str, values: list[str]) -> list[str]:
     """The words that tyro understands."""
-    if KEYS[key] is not bool:
+    if not _is_bool(key):
         return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
     negated = _key(name) != key
-    if [v.lower() for v in values] not in ([], *([] if negated else [["true"], ["false"]])):
+    word = "false" if negated else " ".join(values or ["true"]).lower()
+    optional = KEYS[key] is not bool
+    if (negated and values) or word not in ("true", "false", *(["none"] if optional else [])):
         raise ConfigError(f"--{name} {' '.join(values)}: expected {'no value' if negated else 'true, false or no value'}")
+    if optional:
+        return [f"--{key}={word.capitalize()}"]
     head, _, last = key.rpartition(".")
-    return [f"--{head}.no_{last}"] if negated or "false" in map(str.lower, values) else [f"--{key}"]
+    return [f"--{key}" if word == "true" else f"--{head}.no_{last}"]
 
 
 def _parse(cfg: Config, args: list[str], problem: str = "") -> Config:
@@ -448,4 +450,8 @@ def _normal(name: str) -> str:
     key = _key(name)
     head, _, last = key.rpartition(".")
     positive = f"{head}.{last.removeprefix('no_')}"
-    return positive if key not in KEYS and KEYS.get(positive) is bool else key
+    return positive if key not in KEYS and positive in KEYS and _is_bool(positive) else key
+
+
+def _is_bool(key: str) -> bool:
+    return bool in (KEYS[key], *get_args(KEYS[key]))

@@ -46,6 +46,7 @@ def materialize(parts: list[nn.Module], mesh: Mesh, plan: ParallelPlan, config: 
                     parameter.to_local().copy_(full.to_local())
                 else:
                     parameter.copy_(full)
+                del full  # before the next one is made
 
 
 def allocate(part: nn.Module, plan: ParallelPlan, device: torch.device) -> None:
