@@ -139,6 +139,6 @@ def generate_command(
         print(json.dumps({"prompt_ids": prompt_ids, "ids": ids, "text": tokenizer.decode(ids), "step": step}))
         return
     print(prompt, end="", flush=True)
-    for piece in stream_decode(tokenizer, new):
+    for piece in stream_decode(tokenizer, new, after=prompt_ids):
         print(piece, end="", flush=True)
     print()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from titanlite.config import Config
-from titanlite.models import get_args
+from titanlite.models import get_args, get_family
 from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
 from titanlite.utils import ConfigError
 
@@ -58,11 +58,15 @@ def validate(cfg: Config, world_size: int) -> Degrees:
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     args, tp = get_args(cfg.model), degrees.tp
     key = "parallelism.tensor_parallel_degree"
-    heads = math.gcd(args.n_heads, args.n_kv_heads, args.hidden_dim)
-    for name, size in (("n_heads", args.n_heads), ("n_kv_heads", args.n_kv_heads), ("hidden_dim", args.hidden_dim)):
+    if tp > 1 and not get_family(cfg.model).PLAN.tensor:
+        raise ConfigError(f"{key}={tp}: {cfg.model.name} has no tensor-parallel plan: use 1", key)
+    sizes = {name: getattr(args, name) for name in ("n_heads", "n_kv_heads", "hidden_dim") if hasattr(args, name)}
+    for name, size in sizes.items():
         if size % tp:
             raise ConfigError(
-                f"{key}={tp} must divide {cfg.model.name} {cfg.model.flavor}'s {name}={size}: use one of {divisors(heads)}", key
+                f"{key}={tp} must divide {cfg.model.name} {cfg.model.flavor}'s {name}={size}: "
+                f"use one of {divisors(math.gcd(*sizes.values()))}",
+                key,
             )
     for section in ("training", "validation") if cfg.validation.enable else ("training",):
         seq_len = getattr(cfg, section).seq_len
@@ -102,7 +106,7 @@ def global_batch_size(cfg: Config, degrees: Degrees) -> int:
 _AT_LEAST = {
     "training.local_batch_size": 1, "training.seq_len": 1, "training.max_norm": 0, "training.loss_chunk_tokens": 0, "training.steps": 1, "training.gc_freq": 1,
     "training.dataloader.num_workers": 0, "validation.local_batch_size": 1, "validation.seq_len": 1, "validation.freq": 1,
-    "validation.dataloader.num_workers": 0, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
+    "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
     "model.vocab_size": 2, "debug.seed": 0,

@@ -139,7 +139,6 @@ def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":
             collate_fn=_as_is,  # NumPy arrays travel through a pipe; tensors would need room in /dev/shm
             num_workers=cfg.num_workers,
             prefetch_factor=cfg.prefetch_factor,
-            persistent_workers=cfg.persistent_workers,
             worker_init_fn=_prepare_worker,
         )
     return _Workers(iter(loader), cfg.num_workers)

@@ -27,7 +27,7 @@ from titanlite.verify.mutants import planted
 # are moved by one unit in the last place, and each kind of result may differ by DRIFTS times what that changes. A sum
 # reordered at every operation is a few such moves; a wrong term is thousands of millions of them.
 DRIFTS = 8
-FLOOR = {"float64": 1e-12}  # well above fp64's 1e-15 for these sums, far below any fault
+FP64_FLOOR = 1e-12  # well above fp64's 1e-15 for these sums, far below any fault
 
 Values = dict[str, Any]  # kind -> name -> value
 KINDS = ("output", "loss", "gradient", "grad_norm", "later", "parameter")  # in the order in which a fault would show
@@ -103,7 +103,8 @@ def _save_reference(layout: Layout, path: Path) -> None:
     """One rank, plain in everything that only concerns how the computation is done; with the tolerances for others."""
     cfg = plain(layout.cfg)
     reference, moved = observe(cfg), observe(cfg, ulp=True)
-    floor = FLOOR.get(cfg.training.dtype, 0.0)
+    dtype = cfg.training.mixed_precision_param
+    floor = FP64_FLOOR if dtype == "float64" else torch.finfo(getattr(torch, dtype)).eps  # a drift may happen to be nothing
     tolerances = {
         kind: max(floor, DRIFTS * max(_error(moved[kind][name], value) for name, value in reference[kind].items()))
         for kind in KINDS

@@ -129,6 +129,7 @@ def base_config(cfg: Config) -> Config:
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("", "replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2"),
     ("", "tp=2"),
+    ("", "reshard=never", "reshard=always"),
     ("", "recompute=full", "recompute=2", "recompute=op"),
     ("", "compile=aot_eager"),
     ("", "chunk=50"),

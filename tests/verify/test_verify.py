@@ -1,0 +1,97 @@
+"""`verify` accepts right layouts and refuses planted faults, naming where the two part."""
+
+import pytest
+
+from titanlite.config import load_config
+from titanlite.utils import ConfigError
+from titanlite.verify.command import check_layout, verify_command
+from titanlite.verify.compare import verify
+from titanlite.verify.layouts import base_config, default_layouts, parse_layout
+from titanlite.verify.mutants import MUTANTS, find_mutant
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return base_config(load_config("train_configs/debug.toml")[0])
+
+
+def test_layouts_of_every_pass_agree_with_one_rank(cfg):
+    texts = ["replicate=2", "zero1=2", "fsdp=2,recompute=op", "tp=2,chunk=50", "fsdp=2,tp=2,tied=true"]
+    verdicts = list(verify([parse_layout(text, cfg) for text in texts]))
+    assert [v.layout for v in verdicts if v.first_difference] == []
+    assert {v.layout for v in verdicts} == set(texts)
+
+
+def test_lower_precisions_agree_within_the_drift_of_one_ulp(cfg):
+    verdicts = list(verify([parse_layout(f"tp=2,dtype={dtype}", cfg) for dtype in ("float32", "bfloat16")]))
+    assert [v.layout for v in verdicts if v.first_difference] == []
+    assert all(v.tolerance < 0.1 for v in verdicts), "a tolerance that would let a wrong term pass"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_fault_is_found_where_it_is(cfg, name):
+    mutant = MUTANTS[name]
+    (verdict,) = verify([parse_layout(mutant.layout, cfg)], plant=name)
+    assert verdict.first_difference.startswith(f"first in {mutant.found}"), verdict
+
+
+def test_a_rank_that_dies_is_a_layout_that_differs_and_the_next_one_still_runs(cfg, monkeypatch):
+    monkeypatch.setitem(MUTANTS, "death", find_mutant("half_loss").__class__("", "fsdp=2", "", _death))
+    first, second = verify([parse_layout("fsdp=2", cfg), parse_layout("tp=2", cfg)], plant="death")
+    assert "died" in first.first_difference and "died" in second.first_difference
+
+
+def _death():
+    import os
+
+    os._exit(7)
+
+
+def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
+    texts = [set(filter(None, text.split(","))) for text in default_layouts(lambda text: True)]
+    choices = ["replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2", "tp=2", "recompute=full", "recompute=2",
+               "recompute=op", "reshard=never", "reshard=always", "compile=aot_eager", "chunk=50", "accumulate=4", "tied=true", "offload=true"]  # fmt: skip
+    key = lambda choice: "dp" if choice.split("=")[0] in ("replicate", "zero1", "zero2", "fsdp", "hsdp") else choice.split("=")[0]  # noqa: E731
+    for a in choices:
+        assert {a} in texts
+        for b in choices:
+            assert key(a) == key(b) or any({a, b} <= text for text in texts), (a, b)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("tpp=2", "unknown key 'tpp'; did you mean 'tp'?"),
+        ("tp=two", "tp='two': expected a number of ranks"),
+        ("tp=0", "tp='0': expected a number of ranks"),
+        ("hsdp=2", "hsdp='2': expected REPLICATExSHARD"),
+        ("tp=2,tp=2", "tp is given twice"),
+        ("fsdp=2,hsdp=2x2", "fsdp and hsdp are forms of data parallel: use one"),
+        ("fsdp=3", "3 data-parallel ranks * 2 microbatches must divide the 16 rows"),
+        ("tp=3", "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's n_heads=4: use one of [1, 2]"),
+        ("chunk=8,reshard=always", "training.loss_chunk_tokens=8 needs the head's weight"),
+        ("zero1=2,reshard=always", "data_parallel_sharding='zero1' keeps parameters gathered"),
+        ("fsdp=8,tp=2,accumulate=1,hsdp=2x2", "use one"),
+    ],
+)
+def test_a_wrong_layout_is_one_message(cfg, text, message):
+    with pytest.raises(ConfigError) as error:
+        check_layout(parse_layout(text, cfg))
+    assert message in str(error.value)
+
+
+def test_a_layout_larger_than_the_machine_is_refused(cfg, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"has 16 ranks; this machine can run 8 \(8 a core\)"):
+        check_layout(parse_layout("fsdp=8,tp=2,accumulate=1", cfg))
+
+
+def test_an_unknown_fault_is_answered_with_the_nearest(cfg):
+    with pytest.raises(ConfigError, match="did you mean 'half_loss'"):
+        verify_command(cfg, None, full=False, plant="half_los")
+
+
+@pytest.mark.full
+def test_every_pair_of_passes_agrees_with_one_rank(cfg, capsys):
+    assert verify_command(cfg, None, full=False, plant=None) == 0, capsys.readouterr().out
