@@ -34,7 +34,7 @@ def lr_factor(step: int, cfg: LRScheduler, steps: int) -> float:
     if step <= warmup:
         return step / max(warmup, 1)
     decay = total - warmup if cfg.decay_ratio is None else min(round(total * cfg.decay_ratio), total - warmup)
-    done = min(max(step - (total - decay), 0) / max(decay, 1), 1.0)
+    done = min(max(step - (total - decay), 0) / decay, 1.0) if decay else 0.0
     shape = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": (1 + math.cos(math.pi * done)) / 2}
     return cfg.min_lr_factor + (1 - cfg.min_lr_factor) * shape[cfg.decay_type]
 

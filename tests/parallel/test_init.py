@@ -6,9 +6,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
+
 from tests.ranks import run_ranks
 from tests.runs import full, small_config
-
 from titanlite.models.layers import rope_frequencies
 from titanlite.models.llama.model import FLAVORS, Llama
 from titanlite.trainer import join, setup
@@ -38,7 +38,7 @@ def _weights_of(cases: dict) -> dict:
         whole = []  # every parameter that init_parameter was ever given
         plain = Llama.init_parameter
 
-        def watched(self, name, tensor, generator, plain=plain, whole=whole):
+        def watched(self, name, tensor, generator, plain=plain, whole=whole, wrong=wrong):
             whole.append(weakref.ref(tensor))
             if sum(ref() is not None for ref in whole) > 1:
                 wrong.append(f"{name} is made while another whole parameter is alive")
