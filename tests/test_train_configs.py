@@ -7,7 +7,14 @@ from titanlite.validate import validate
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
 FILES = sorted(FOLDER.rglob("*.toml"))
-WORLD_SIZES = {}  # file name -> the ranks it is for; others run on 1, 2, 4 and 8
+# file name -> the ranks it is for; others run on 1, 2, 4 and 8
+WORLD_SIZES = {
+    "llama3_1b.toml": (1, 8),
+    "llama3_3b.toml": (8,),
+    "llama3_8b.toml": (8,),
+    "llama3_70b.toml": (128,),
+    "llama3_405b.toml": (1024,),
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
