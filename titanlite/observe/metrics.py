@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import resource
 import time
 from datetime import timedelta
@@ -11,18 +12,20 @@ from typing import Any
 
 import torch
 
-from titanlite.utils import logger
+from titanlite.utils import ConfigError, logger
 
 GIB = 1024**3
 
-# Dense bf16 peak of one device in TFLOP/s, by a part of its name (makers' data sheets). MFU is left out for others.
+# Dense bf16 peak of one device in TFLOP/s, by words of its name (makers' data sheets). MFU is left out for others.
 PEAK_TFLOPS = {
     "A100": 312.0,
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
     "H100": 989.4,
     "H200": 989.4,
+    "GH200": 989.4,
     "B200": 2250.0,
+    "GB200": 2500.0,
     "MI250X": 191.5,
     "MI300X": 1307.4,
     "MI325X": 1307.4,
@@ -35,7 +38,7 @@ def peak_tflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -80,7 +83,13 @@ class MetricsLogger:
         if tensorboard_folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.tensorboard = SummaryWriter(str(tensorboard_folder), purge_step=start_step + 1)
+            try:
+                self.tensorboard = SummaryWriter(str(tensorboard_folder), purge_step=start_step + 1)
+            except OSError as e:
+                raise ConfigError(
+                    f"cannot write to {tensorboard_folder}: {e.strerror}; make room, or --metrics.no-enable_tensorboard",
+                    "metrics.save_tb_folder",
+                ) from e
         self.event("resume" if start_step else "start", step=start_step)
 
     def event(self, name: str, **facts: Any) -> None:
