@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from titanlite.utils import ConfigError, nearest
+from titanlite.utils import ConfigError, is_utf8, nearest
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
         cfg = _replace(cfg, "job.name", path.stem)
         origins["job.name"] = f"the name of {path}"
     for key, value in to_dict(cfg).items():
-        if isinstance(value, str) and not _is_utf8(value):
+        if isinstance(value, str) and not is_utf8(value):
             raise ConfigError(f"{origins[key]}: {key} = {value!r}: not UTF-8")
     return cfg, origins
 
@@ -333,10 +333,6 @@ def _dotted(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
         yield prefix + name
         if isinstance(value, dict):
             yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _is_utf8(text: str) -> bool:
-    return not any("\ud800" <= c <= "\udfff" for c in text)  # what Python makes of other bytes on a command line
 
 
 def _allowed(kind: Any) -> str:

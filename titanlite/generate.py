@@ -14,7 +14,7 @@ from titanlite.config import Config, load_config
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
 from titanlite.models import get_family, get_model
 from titanlite.parallel.parallelize import allocate
-from titanlite.utils import ConfigError
+from titanlite.utils import ConfigError, is_utf8
 
 
 class CachedCore(nn.Module):
@@ -107,7 +107,7 @@ def generate(
 def _choose(logits_V: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    probabilities, order = (logits_V / temperature).softmax(-1).sort(descending=True)
+    probabilities, order = ((logits_V - logits_V.max()) / temperature).softmax(-1).sort(descending=True)
     probabilities[probabilities.cumsum(-1) - probabilities >= top_p] = 0  # the likeliest always stays
     return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
@@ -120,9 +120,12 @@ def generate_command(
         ("--temperature", temperature, temperature >= 0, "0 (the likeliest token) or more"),
         ("--top_p", top_p, 0 < top_p <= 1, "a share above 0 and at most 1"),
         ("--max_new_tokens", max_new_tokens, max_new_tokens >= 1, "at least 1"),
+        ("--seed", seed, -(2**63) <= seed < 2**64, "a number of 64 bits"),
     ):
         if not legal:
             raise ConfigError(f"{name}={value}: expected {allowed}")
+    if not is_utf8(prompt):
+        raise ConfigError(f"--prompt={prompt!r}: not UTF-8")
     model, tokenizer, step = load_run(run, step)
     prompt_ids = tokenizer.encode_prompt(prompt)
     new = generate(

@@ -40,6 +40,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def is_utf8(text: str) -> bool:
+    """Whether no word of a command line held other bytes, which Python turns into halves of surrogate pairs."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def setup_logging(log_file: Path | None, *, console: bool) -> None:
     """Sends the log to `log_file` on every rank and to stdout where `console` is true (rank 0)."""
     for handler in list(logger.handlers):
