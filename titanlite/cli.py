@@ -13,7 +13,7 @@ from pathlib import Path
 from titanlite.config import Config, Origins, to_dict
 from titanlite.launch import EXIT_CODE_FILE, run_as_command
 from titanlite.parallel.degrees import resolve_degrees
-from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain, nearest
 
 TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
 CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     try:
         if name not in commands:
-            raise ConfigError(f"unknown command {name!r}: expected one of {', '.join(commands)}")
+            raise ConfigError(f"unknown command {name!r}: expected one of {', '.join(commands)}{nearest(name, commands)}")
         return commands[name](rest)
     except ConfigError as error:
         print(explain(error, {}), file=sys.stderr)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: list[str]) -> int:
     """Train a model; with --nproc N on N processes of this machine, under torchrun."""
     nproc, argv = _take_nproc(argv)
-    if nproc is None or not argv or argv[0].startswith("-") or "--help" in argv:
+    if nproc is None or not argv or argv[0].startswith("-") or {"-h", "--help"} & set(argv):
         return run_as_command(_train_here, argv, TRAIN_USAGE)
     # Mistakes are answered here, once, before a gang is started.
     code = run_as_command(lambda cfg, _: resolve_degrees(cfg.parallelism, nproc) and EXIT_DONE, argv, TRAIN_USAGE)
@@ -63,8 +63,8 @@ def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
         name, equals, value = word.partition("=")
         if name == "--nproc":
             value = value if equals else "".join(argv[i + 1 : i + 2])
-            if not value.isdigit() or int(value) < 1:
-                raise ConfigError(f"--nproc {value}: expected a number of processes, at least 1")
+            if not value.isdecimal() or int(value) < 1:
+                raise ConfigError(f"{' '.join(['--nproc', value]).strip()}: expected a number of processes, at least 1")
             return int(value), argv[:i] + argv[i + (1 if equals else 2) :]
     return None, argv
 
@@ -78,7 +78,8 @@ def _torchrun(nproc: int, args: list[str]) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda sent, _: process.send_signal(sent))
         status = process.wait()
-        return int(code_file.read_text()) if code_file.exists() else EXIT_FAULT if status else EXIT_DONE
+        code = int(code_file.read_text()) if code_file.exists() else EXIT_DONE
+        return EXIT_FAULT if status and code == EXIT_DONE else code  # another rank failed
 
 
 def _config(argv: list[str]) -> int:
