@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+
 from tests.ranks import run_ranks
 from tests.runs import rows, small_config, step_of, worst_error
 
