@@ -3,8 +3,6 @@
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from pathlib import Path
 from titanlite.config import Config, Origins, to_dict
 from titanlite.launch import EXIT_CODE_FILE, run_as_command
 from titanlite.parallel.degrees import resolve_degrees
-from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain, nearest
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest
 
 TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
 CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
@@ -37,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(explain(error, {}), file=sys.stderr)
         return EXIT_USER
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
     except BrokenPipeError:  # the reader, `head` say, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
@@ -70,16 +70,28 @@ def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
 
 
 def _torchrun(nproc: int, args: list[str]) -> int:
-    """The exit code of rank 0 under torchrun, which itself only knows 0 and 1. Signals are passed on."""
+    """The exit code of rank 0 under torchrun, which itself only knows 0 and 1.
+
+    torchrun runs in this process: it would take a signal that comes twice, from a terminal and from us, for an order to
+    leave its workers behind.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    failure = None
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "code"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", *args]
-        process = subprocess.Popen(command, env=os.environ | {EXIT_CODE_FILE: str(code_file)})
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda sent, _: process.send_signal(sent))
-        status = process.wait()
+        os.environ[EXIT_CODE_FILE] = str(code_file)
+        try:
+            run(parse_args(["--standalone", f"--nproc_per_node={nproc}", *args]))
+        except (ChildFailedError, SignalException) as e:
+            failure = e
         code = int(code_file.read_text()) if code_file.exists() else EXIT_DONE
-        return EXIT_FAULT if status and code == EXIT_DONE else code  # another rank failed
+    if failure is None or code not in (EXIT_DONE, EXIT_FAULT):
+        return code
+    print(failure, file=sys.stderr)
+    return EXIT_FAULT
 
 
 def _config(argv: list[str]) -> int:

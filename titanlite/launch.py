@@ -1,13 +1,14 @@
 """From a command line to an exit code: configuration, the user's mistakes as one message, and who reports them."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titanlite.config import Config, Help, Origins, defaults_help, load_config
-from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_USER, ConfigError, explain
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain
 
 EXIT_CODE_FILE = "TITANLITE_EXIT_CODE_FILE"  # where rank 0 leaves its exit code for `titanlite train --nproc N`
 
@@ -16,8 +17,9 @@ def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], us
     """Exit code of `fn` on the configuration, and where its values come from, that `argv` (a TOML file, then --section.key value) gives.
 
     A ConfigError becomes one message and exit code 2. Every rank meets it, rank 0 reports it: the others wait for
-    the launcher to end them, so that it has time to.
+    the launcher to end them, so that it has time to. A signal that `fn` does not handle ends it at once with 75.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     origins: Origins = {}
     rank = int(os.environ.get("RANK", "0"))
     try:
@@ -33,10 +35,15 @@ def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], us
         return EXIT_DONE
     except ConfigError as error:
         if rank != 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(10)
         else:
             print(explain(error, origins), file=sys.stderr, flush=True)
         code = EXIT_USER
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("titanlite: stopped by a signal before there was anything new to save", file=sys.stderr, flush=True)
+        code = EXIT_STOPPED
     except BaseException:
         _leave_exit_code(rank, EXIT_FAULT)
         raise

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint.state import init_optimizer_state, model_state, optimizer_state
-from titanlite.checkpoint.store import AsyncSaver, list_steps, load, read_manifest, save
+from titanlite.checkpoint.store import AsyncSaver, list_steps, load, read_manifest, save, set_aside_after
 from titanlite.config import Config, to_toml
 from titanlite.data.loader import TrainLoader
 from titanlite.parallel.mesh import on_rank_0
@@ -53,11 +53,13 @@ class Saver:
             "tokens": run.tokens,
             "logical_shards": len(positions),
             "data": self.data,
+            "seed": run.cfg.debug.seed,
             "model_only": model_only,
             "degrees": str(run.mesh.degrees),
             "config_sha256": hashlib.sha256(to_toml(run.cfg).encode()).hexdigest(),
         }
         options = {"extra": facts, "keep_latest_k": cfg.keep_latest_k}
+        self.wait()  # here, so that a failure of the save before does not keep this one from being tried
         try:
             if self.background:
                 self.background.start(self.folder, run.step, state, **options)
@@ -95,7 +97,7 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
 
 
 def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor:
-    """Brings the run to where it was after `step`; returns the data positions [V, 2].
+    """Brings the run to where it was after `step`; returns the data positions [V, 2]. Later steps are moved aside.
 
     The ranks' random states come back only on as many ranks as wrote them.
     """
@@ -120,6 +122,12 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
             "training.dataset",
             "training.dataset_path",
         )
+    if manifest["seed"] != run.cfg.debug.seed:
+        raise ConfigError(
+            f"{path} was written with debug.seed={manifest['seed']}, this run has {run.cfg.debug.seed}: the order of samples "
+            f"would change; set debug.seed={manifest['seed']}",
+            "debug.seed",
+        )
     init_optimizer_state(run.optimizer)
     state = run_state(run, torch.zeros(global_batch_size, 2, dtype=torch.int64))
     if manifest["world_size"] != run.mesh.world_size:
@@ -127,6 +135,7 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
     load(folder, step, state)
     run.step, run.tokens = int(state["train.step"]), int(state["train.tokens"])
     _set_rng_state({key.split(".", 1)[1]: value for key, value in state.items() if key.startswith("rng_")})
+    on_rank_0(lambda: set_aside_after(folder, step))
     logger.info(f"resumed={path} step={run.step} tokens={run.tokens}")
     return state["data.positions"]
 

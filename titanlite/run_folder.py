@@ -16,7 +16,7 @@ import torch
 import titanlite
 from titanlite.checkpoint.lock import RunLock
 from titanlite.config import Config, to_toml
-from titanlite.parallel.mesh import Mesh, on_all_ranks
+from titanlite.parallel.mesh import Mesh, on_all_ranks, on_rank_0
 from titanlite.utils import ConfigError, setup_logging
 
 
@@ -27,20 +27,16 @@ def run_dir(cfg: Config) -> Path:
 
 @contextlib.contextmanager
 def open_run_folder(cfg: Config, mesh: Mesh) -> Iterator[Path]:
-    """The run's folder, locked against a second gang, with config.toml, env.json and this rank's log in it."""
+    """The run's folder, locked against a second gang, with this rank's log in it."""
     folder = run_dir(cfg)
     lock = RunLock(folder)
 
     def prepare() -> None:
-        try:
+        with _mistakes_of(folder):
             folder.mkdir(parents=True, exist_ok=True)
             if mesh.rank == 0:
                 lock.acquire()
-                (folder / "config.toml").write_text(to_toml(cfg))
-                (folder / "env.json").write_text(json.dumps(_environment(mesh), indent=2) + "\n")
             setup_logging(folder / "logs" / f"rank_{mesh.rank}.log", console=mesh.rank == 0)
-        except OSError as e:
-            raise ConfigError(f"cannot write to the run's folder {folder}: {e.strerror} ({e.filename})", "job.dump_folder") from e
 
     try:
         on_all_ranks(prepare)
@@ -48,6 +44,25 @@ def open_run_folder(cfg: Config, mesh: Mesh) -> Iterator[Path]:
     finally:
         if mesh.rank == 0:
             lock.release()
+
+
+def record_start(folder: Path, cfg: Config, mesh: Mesh) -> None:
+    """Writes config.toml and env.json: not before the run is known to go on from here, or a refused one would leave its own."""
+
+    def write() -> None:
+        with _mistakes_of(folder):
+            (folder / "config.toml").write_text(to_toml(cfg), encoding="utf-8")
+            (folder / "env.json").write_text(json.dumps(_environment(mesh), indent=2) + "\n")
+
+    on_rank_0(write)
+
+
+@contextlib.contextmanager
+def _mistakes_of(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise ConfigError(f"cannot write to the run's folder {folder}: {e.strerror} ({e.filename})", "job.dump_folder") from e
 
 
 def _environment(mesh: Mesh) -> dict[str, object]:

@@ -19,7 +19,7 @@ from titanlite.observe.metrics import MetricsLogger, StepTimer
 from titanlite.parallel.compat import set_timeout
 from titanlite.parallel.mesh import on_rank_0, rank_0_first
 from titanlite.resume import Saver, find_checkpoint, resume
-from titanlite.run_folder import open_run_folder
+from titanlite.run_folder import open_run_folder, record_start
 from titanlite.trainer import Run, join, next_microbatches, setup, step_record, train_step, validation_loss
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
 from titanlite.validate import global_batch_size
@@ -50,6 +50,7 @@ def train(cfg: Config, _: Origins) -> int:
         loader = build_train_loader(
             t, source, tokenizer, seed=cfg.debug.seed, global_batch_size=rows, positions=positions, **ranks
         )
+        record_start(folder, cfg, mesh)
         validate_now = None
         if heldout is not None:
             validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
@@ -75,7 +76,7 @@ def _loop(
 
         last = run.step == steps or measured.stop
         heldout_loss = None
-        if validate_now and (run.step % cfg.validation.freq == 0 or run.step == steps):
+        if validate_now and (run.step == steps or run.step % cfg.validation.freq == 0 and not last):
             heldout_loss = validate_now()
         if metrics and (run.step % cfg.metrics.log_freq == 0 or run.step == first_step or last or heldout_loss is not None):
             metrics.step(step_record(run, measured, *timer.take(), heldout_loss))
@@ -92,7 +93,8 @@ def _loop(
     if metrics:
         metrics.event("done" if done else "stopped", step=run.step)
         metrics.close()
-    logger.info(f"{'done' if done else 'stopped by a signal'}: step={run.step} of {steps} run={folder}")
+    unsaved = "" if saved else " (its last step is NOT saved)"
+    logger.info(f"{'done' if done else 'stopped by a signal'}: step={run.step} of {steps} run={folder}{unsaved}")
     if not saved:
         return EXIT_FAULT
     return EXIT_DONE if done else EXIT_STOPPED

@@ -159,6 +159,19 @@ class AsyncSaver:
             pending.result()
 
 
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames the steps after `step`, from which a run has gone back: they would pass for what it trains now."""
+    for later in list_steps(folder):
+        if later > step:
+            aside = _unused(folder, f"aside-step-{later}")
+            (folder / f"step-{later}").rename(aside)
+            logger.warning(f"checkpoint={folder}/step-{later} is moved to {aside.name}: the run goes on from step {step}")
+
+
+def _unused(folder: Path, name: str) -> Path:
+    return next(path for k in range(1, 1000) if not (path := folder / f"{name}-{k}").exists())
+
+
 def _open_step(folder: Path, step: int) -> bool:
     """Makes the temporary folder of `step`; False if the step is committed already."""
     path = folder / f"step-{step}"
@@ -170,7 +183,7 @@ def _open_step(folder: Path, step: int) -> bool:
             logger.info(f"checkpoint={path} exists already: not saved again")
             return False
         except (OSError, ValueError) as error:
-            aside = next(p for k in range(1, 1000) if not (p := folder / f"bad-step-{step}-{k}").exists())
+            aside = _unused(folder, f"bad-step-{step}")
             logger.warning(f"checkpoint={path} is moved to {aside.name}: {error}")
             path.rename(aside)
     (folder / f".tmp-step-{step}").mkdir(parents=True)
