@@ -87,6 +87,7 @@ def _torchrun(nproc: int, args: list[str]) -> int:
             run(parse_args(["--standalone", f"--nproc_per_node={nproc}", *args]))
         except (ChildFailedError, SignalException) as e:
             failure = e
+        del os.environ[EXIT_CODE_FILE]
         code = int(code_file.read_text()) if code_file.exists() else EXIT_DONE
     if failure is None or code not in (EXIT_DONE, EXIT_FAULT):
         return code
