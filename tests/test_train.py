@@ -1,0 +1,349 @@
+"""Whole runs of `titanlite.train.train`, its folder, resuming and refusals, on gangs that stay for the module."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+import titanlite.train
+from titanlite.checkpoint.lock import RunLock
+from titanlite.checkpoint.store import list_steps
+from titanlite.config import load_config
+from titanlite.utils import ConfigError
+from titanlite.verify.gang import Gang
+
+BASE = """
+[training]
+dataset = "text"
+dataset_path = "{folder}/text"
+local_batch_size = 2
+seq_len = 32
+steps = 4
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-3
+[lr_scheduler]
+warmup_steps = 2
+total_steps = 12
+[job]
+dump_folder = "{folder}/outputs"
+[activation_checkpoint]
+mode = "none"
+[checkpoint]
+enable = true
+interval = 3
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+VALIDATE = ("--validation.enable", "--validation.dataset", "stdlib_heldout", "--validation.seq_len", "32")
+VALIDATE += ("--validation.steps", "2", "--validation.freq", "4")
+
+
+def _train(path: str, words: tuple, signalled: tuple[int, int] | None, most_bytes: int | None) -> int | str:
+    """Exit code, or the user's mistake. `signalled` (rank, step) gets SIGTERM; no file may have more than `most_bytes`."""
+    plain = titanlite.train.train_step
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def train_step(run, *args):
+        if signalled == (run.mesh.rank, run.step + 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(run, *args)
+
+    titanlite.train.train_step = train_step
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, unlimited[1]))
+    try:
+        return titanlite.train.train(*load_config(path, words))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        titanlite.train.train_step = plain
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+
+
+@pytest.fixture(scope="module")
+def gangs():
+    started = {}
+
+    def of(ranks):
+        return started.setdefault(ranks, Gang(ranks, timeout_s=120))
+
+    yield of
+    for gang in started.values():
+        gang.close()
+
+
+@pytest.fixture
+def train(gangs, tmp_path):
+    """Trains run `name` under tmp_path/outputs; what all ranks return: an exit code or the message of a mistake."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(4000)))
+    (tmp_path / "base.toml").write_text(BASE.format(folder=tmp_path))
+
+    def run(name, *words, ranks=1, signalled=None, most_bytes=None):
+        words = ("--job.name", name, *map(str, words))
+        (outcome,) = set(gangs(ranks).run(_train, str(tmp_path / "base.toml"), words, signalled, most_bytes))
+        return outcome
+
+    run.folder = tmp_path / "outputs"
+    return run
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(folder: Path, first: int = 1) -> list[tuple]:
+    """(step, loss, grad_norm, lr, tokens, validation loss) of every logged step, in order."""
+    keys = ("step", "loss", "grad_norm", "lr", "tokens", "validation_loss")
+    return [tuple(r.get(key) for key in keys) for r in records(folder) if "event" not in r and r["step"] >= first]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and "logs" not in p.parts}
+
+
+# The run's folder
+
+
+def test_a_run_leaves_all_that_its_folder_promises(train):
+    assert train("run", *VALIDATE, "--metrics.enable_tensorboard", ranks=2) == 0
+    folder = train.folder / "run"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "checkpoint", "config.toml", "env.json", "lock", "logs", "metrics.jsonl", "tb"
+    ]  # fmt: skip
+    assert list_steps(folder / "checkpoint") == [3, 4]
+    assert sorted(p.name for p in (folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+    assert list((folder / "tb").glob("events.out.tfevents.*"))
+    assert (folder / "lock").read_text() == ""
+    environment = json.loads((folder / "env.json").read_text())
+    assert {"titanlite", "git", "python", "packages", "command", "world_size", "degrees"} <= environment.keys()
+    assert environment["world_size"] == 2 and "torch" in environment["packages"]
+    assert [r.get("event", r.get("step")) for r in records(folder)] == ["start", 1, 2, 3, 4, "done"]
+    assert [r["step"] for r in records(folder) if r.get("validation_loss")] == [4]
+
+
+def test_the_saved_configuration_runs_again_as_it_is(train, gangs):
+    assert train("run", "--training.steps", 2) == 0
+    saved = train.folder / "run" / "config.toml"
+    before = saved.read_text()
+    assert load_config(saved)[0].training.steps == 2
+    shutil.rmtree(train.folder / "run" / "checkpoint")
+    first = steps(train.folder / "run")
+    assert gangs(1).run(_train, str(saved), (), None, None) == [0]
+    assert saved.read_text() == before
+    assert steps(train.folder / "run") == first * 2
+
+
+def test_steps_are_logged_at_log_freq_and_at_the_first_and_the_last(train):
+    train("run", "--metrics.log_freq", 3, "--training.steps", 7)
+    assert [s[0] for s in steps(train.folder / "run")] == [1, 3, 6, 7]
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("ranks, degree", [(1, 1), (2, 1), (2, 2)], ids=["one rank", "fsdp 2", "replicate 2"])
+def test_a_run_in_two_halves_equals_one_in_one_go_bit_for_bit(train, mode, ranks, degree):
+    options = (*VALIDATE, "--checkpoint.async_mode", mode, "--parallelism.data_parallel_replicate_degree", degree)
+    assert train("one", *options, "--training.steps", 12, ranks=ranks) == 0
+    assert train("two", *options, "--training.steps", 6, ranks=ranks) == 0
+    assert train("two", *options, "--training.steps", 12, ranks=ranks) == 0
+    one, two = steps(train.folder / "one"), steps(train.folder / "two")
+    assert len(one) == 12 and one[5][-1] is None and one[7][-1] is not None
+    two[5] = (*two[5][:-1], None)  # its first half ended there with a validation
+    assert one == two
+    assert records(train.folder / "two")[8]["event"] == "resume"
+
+
+def test_a_run_that_goes_back_to_a_step_repeats_the_rest_and_moves_later_steps_aside(train):
+    assert train("run", "--training.steps", 8, ranks=2) == 0
+    first = steps(train.folder / "run")
+    assert train("run", "--training.steps", 8, "--checkpoint.load_step", 3, ranks=2) == 0
+    assert steps(train.folder / "run") == first + first[3:]
+    checkpoints = train.folder / "run" / "checkpoint"
+    assert list_steps(checkpoints) == [3, 6, 8]
+    assert sorted(p.name for p in checkpoints.glob("aside-*")) == ["aside-step-6-1", "aside-step-8-1"]
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_the_same_rows_on_another_number_of_ranks(train, before, after):
+    """In fp64: sums in another order differ by 1e-15, which AdamW's division may amplify a thousandfold a step."""
+    options = ("--training.dtype", "float64", "--training.mixed_precision_param", "float64", "--training.global_batch_size", 4)
+    assert train("one", *options, "--training.steps", 9, ranks=before) == 0
+    assert train("two", *options, "--training.steps", 5, ranks=before) == 0
+    assert train("two", *options, "--training.steps", 9, ranks=after) == 0
+    for ours, expected in zip(steps(train.folder / "two"), steps(train.folder / "one"), strict=True):
+        assert ours[:1] + ours[3:] == expected[:1] + expected[3:]
+        assert ours[1:3] == pytest.approx(expected[1:3], rel=1e-10)
+
+
+def test_another_number_of_ranks_without_a_fixed_global_batch_is_refused_with_the_size_to_fix(train):
+    train("run", ranks=2)
+    message = train("run", "--training.steps", 6)
+    assert "was written with 4 rows a step, this run has 2" in message and "set training.global_batch_size=4" in message
+
+
+def test_a_finished_run_says_so_and_changes_nothing_but_can_be_prolonged(train):
+    train("run", ranks=2)
+    before = tree(train.folder / "run")
+    for n in (4, 2):
+        assert train("run", "--training.steps", n, ranks=2) == 0
+        assert f"is finished: step 4 of {n}" in (train.folder / "run" / "logs" / "rank_0.log").read_text()
+    assert tree(train.folder / "run") == before
+    assert train("run", "--training.steps", 6, ranks=2) == 0
+    assert [s[0] for s in steps(train.folder / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_any_rank_stops_all_with_everything_saved_and_the_next_start_goes_on_bit_for_bit(train, rank):
+    options = (*VALIDATE, "--validation.freq", 1, "--training.steps", 7)
+    assert train("one", *options, ranks=2) == 0
+    assert train("two", *options, ranks=2, signalled=(rank, 5)) == 75
+    folder = train.folder / "two"
+    assert list_steps(folder / "checkpoint")[-1] == 5
+    assert records(folder)[-1]["event"] == "stopped" and records(folder)[-2].get("validation_loss") is None
+    assert train("two", *options, ranks=2) == 0
+    one = steps(train.folder / "one")
+    one[4] = (*one[4][:-1], None)  # a run that is asked to stop does not validate first
+    assert steps(folder) == one
+
+
+def test_a_signal_at_the_last_step_leaves_a_finished_run(train):
+    assert train("run", ranks=2, signalled=(0, 4)) == 0
+    assert records(train.folder / "run")[-1]["event"] == "done"
+
+
+def test_only_the_newest_checkpoints_are_kept(train):
+    assert train("run", "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 2, "--training.steps", 5) == 0
+    assert list_steps(train.folder / "run" / "checkpoint") == [4, 5]
+
+
+def test_a_last_checkpoint_of_the_model_only_cannot_be_trained_on_but_the_one_before_can(train):
+    assert train("run", "--checkpoint.last_save_model_only") == 0
+    assert "step-4 holds the model only" in train("run", "--training.steps", 6)
+    assert train("run", "--training.steps", 6, "--checkpoint.load_step", 3) == 0
+
+
+def test_a_bpe_tokenizer_is_trained_once_and_a_resume_with_it_is_exact(train):
+    options = ("--model.tokenizer", "bpe", "--model.vocab_size", 280)
+    assert train("one", *options, "--training.steps", 6, ranks=2) == 0
+    assert train("two", *options, "--training.steps", 3, ranks=2) == 0
+    file = train.folder / "two" / "tokenizer.json"
+    made = file.stat()
+    assert train("two", *options, "--training.steps", 6, ranks=2) == 0
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == (made.st_mtime_ns, made.st_ino)
+    assert steps(train.folder / "one") == steps(train.folder / "two")
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--model.tie_embeddings",), "step-4 holds another model; "),
+        (("--model.vocab_size", "300"), "step-4 holds another model; "),
+        (("--training.dtype", "bfloat16", "--training.mixed_precision_param", "bfloat16"), "step-4 holds another model; "),
+        (("--training.local_batch_size", "4"), "step-4 was written with 4 rows a step, this run has 8"),
+        (("--debug.seed", "1"), "step-4 was written with debug.seed=0, this run has 1"),
+        (("--training.dataset_path", "{folder}/other.txt"), "step-4 was written while training on other data"),
+        (("--checkpoint.load_step", "2"), "checkpoint.load_step=2: {folder}/outputs/run/checkpoint holds 3, 4"),
+    ],
+)
+def test_a_run_of_other_settings_is_refused_and_leaves_the_folder_as_it_was(train, tmp_path, words, message):
+    (tmp_path / "other.txt").write_text("other data\n" * 100)
+    assert train("run", ranks=2) == 0
+    before = tree(train.folder / "run")
+    words = [word.format(folder=tmp_path) for word in words]
+    assert message.format(folder=tmp_path) in train("run", "--training.steps", 6, *words, ranks=2)
+    assert tree(train.folder / "run") == before
+
+
+def test_a_run_folder_in_use_is_refused_by_name_and_left_alone(train):
+    train("run", ranks=2)
+    before = tree(train.folder / "run")
+    lock = RunLock(train.folder / "run")
+    lock.acquire()
+    try:
+        message = train("run", "--training.steps", 6, ranks=2)
+    finally:
+        lock.release()
+    assert message.startswith(f"{train.folder}/run is being written by process {os.getpid()} on ")
+    assert tree(train.folder / "run") == before
+    assert train("run", "--training.steps", 6, ranks=2) == 0
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--job.dump_folder", "{folder}/text/a.txt"), "cannot write to the run's folder {folder}/text/a.txt/run: Not a directory"),
+        (("--training.dataset_path", "nope.txt"), "training.dataset_path=nope.txt: nope.txt: No such file or directory"),
+        (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: 1 empty files"),
+        (("--training.dataset_path", "{folder}/latin.txt"), "{folder}/latin.txt:2: byte 7 (0xe9) is not UTF-8"),
+        (("--training.dataset", "jsonl", "--training.dataset_path", "{folder}/bad.jsonl"), "{folder}/bad.jsonl:2: not JSON"),
+        (("--training.dataset_path", "None"), "training.dataset=text needs training.dataset_path"),
+        (("--model.vocab_size", "200"), "model.vocab_size=200 is smaller than the tokenizer's 257 tokens: set model.vocab_size=257"),
+        (("--training.global_batch_size", "5"), "training.global_batch_size=5 must divide by training.local_batch_size=2 * 2 "
+         "data-parallel ranks = 4: use 4 or 8, or -1 for 4"),
+        (("--parallelism.data_parallel_shard_degree", "3"), "= 3 ranks, but the world size is 2"),
+        (("--training.dataloader.num_workers", "3"), "num_workers=3 must divide the 2 rows that a rank reads a step"),
+        ((*VALIDATE, "--validation.dataset", "text", "--validation.dataset_path", "{folder}/empty"), "validation.dataset_path={folder}/empty"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_message_on_all_ranks_before_the_first_step(train, tmp_path, words, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("a line\né".encode("latin-1"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    found = train("run", *(word.format(folder=tmp_path) for word in words), ranks=2)
+    assert isinstance(found, str) and message.format(folder=tmp_path) in found
+    assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("config.toml"))
+
+
+def test_a_broken_record_is_skipped_and_counted_where_the_configuration_says_so(train, tmp_path):
+    (tmp_path / "some.jsonl").write_text('{"text": "good enough to train on"}\n{"text": \n')
+    data = ("--training.dataset", "jsonl", "--training.dataset_path", tmp_path / "some.jsonl")
+    assert train("run", *data, "--training.skip_bad_records", ranks=2) == 0
+    assert "skipped_records=1" in (train.folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint_and_exit_code_1(train):
+    assert train("one", "--training.steps", 8, ranks=2) == 0
+    assert train("two", "--training.steps", 3, ranks=2) == 0
+    assert train("two", "--training.steps", 6, ranks=2, most_bytes=1_000_000) == 1
+    folder = train.folder / "two"
+    assert [p.name for p in (folder / "checkpoint").iterdir()] == ["step-3"]
+    log = (folder / "logs" / "rank_0.log").read_text()
+    assert "checkpoint_failed step=6" in log and "its last step is NOT saved" in log
+    assert train("two", "--training.steps", 8, ranks=2) == 0
+    assert steps(folder)[6:] == steps(train.folder / "one")[3:]
+
+
+def test_a_failed_asynchronous_save_does_not_keep_later_ones_from_being_tried(train):
+    assert train("run", "--checkpoint.async_mode", "async", "--training.steps", 7, ranks=2, most_bytes=1_000_000) == 1
+    log = (train.folder / "run" / "logs" / "rank_0.log").read_text()
+    assert [f".tmp-step-{step} " in log for step in (3, 6, 7)] == [True, True, True]
+    assert list((train.folder / "run" / "checkpoint").iterdir()) == []
+
+
+def test_an_unwritable_tensorboard_folder_is_the_users_mistake(train):
+    train("run")
+    (train.folder / "run" / "tb").touch()
+    assert "cannot write to " in train("run", "--metrics.enable_tensorboard", "--training.steps", 6)
+
+
+@pytest.mark.parametrize("text", ["ab", "a" * 31])
+def test_tiny_data_and_rows_of_one_token_train(train, tmp_path, text):
+    (tmp_path / "tiny.txt").write_text(text)
+    data = ("--training.dataset_path", tmp_path / "tiny.txt", "--training.seq_len", 1, *VALIDATE)
+    data += ("--validation.dataset", "text", "--validation.dataset_path", tmp_path / "tiny.txt", "--validation.local_batch_size", 64)
+    assert train("run", *data, ranks=2) == 0
+    last = steps(train.folder / "run")[-1]
+    assert last[4] == 4 * 4 and 0 < last[5] < 8
