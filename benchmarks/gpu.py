@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -37,10 +36,12 @@ RECOMPUTE = {
     "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
     "full": ActivationCheckpoint(mode="full"),
 }
-COLUMNS = {
-    "seq_len": 8, "rows": 5, "recompute": 10, "compile": 8, "step_ms": 9, "tokens_per_s": 13, "tflops": 8, "mfu": 7,
-    "of_matmul": 10, "allocated_gib": 14, "reserved_gib": 13, "first_step_s": 13,
+COLUMNS = {  # name -> (width, format)
+    "seq_len": (8, "d"), "rows": (5, "d"), "recompute": (10, ""), "compile": (8, ""), "step_ms": (10, ",.1f"),
+    "tokens_per_s": (13, ",.0f"), "tflops": (11, ",.4g"), "mfu": (7, ".1%"), "of_matmul": (10, ".1%"),
+    "allocated_gib": (14, ".2f"), "reserved_gib": (13, ".2f"), "first_step_s": (13, ".1f"),
 }  # fmt: skip
+WHICH = ("seq_len", "rows", "recompute", "compile")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -59,7 +60,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if not args.tiny and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU: --tiny runs the same code with tiny sizes on CPU")
     if args.tiny:
-        args.seq_lens, args.tokens, args.n_layers, args.steps = [32, 64], 64, 2, 2
+        args.seq_lens, args.tokens, args.n_layers, args.steps, args.backend = [32, 64], 64, 2, 2, "aot_eager"
     return args
 
 
@@ -143,21 +144,19 @@ def time_steps(step: Callable[[], None], steps: int, device: torch.device) -> tu
     return times[0], statistics.median(times[2:])
 
 
-def measure(args: LlamaArgs, rows: int, seq_len: int, recompute: str, compiled: Compile, steps: int, device: torch.device):
+def measure(args: LlamaArgs, batch: Batch, recompute: str, compiled: Compile, steps: int) -> dict[str, float | None]:
     """One row's figures. Raises torch.OutOfMemoryError where the device is too small."""
     torch.compiler.reset()  # or another length would be compiled with a symbolic one
-    batch = random_batch(args.vocab_size, rows, seq_len, device)
+    device, n_tokens = batch.tokens.device, batch.tokens.numel()
     first_step_s, step_s = time_steps(build_step(args, recompute, compiled, batch), steps, device)
-    tflops = flops_per_token(args, seq_len) * rows * seq_len / step_s / 1e12
-    allocated = reserved = None
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    tokens_per_s = n_tokens / step_s
+    on_gpu = device.type == "cuda"
     return {
         "step_ms": step_s * 1e3,
-        "tokens_per_s": rows * seq_len / step_s,
-        "tflops": tflops,
-        "allocated_gib": allocated,
-        "reserved_gib": reserved,
+        "tokens_per_s": tokens_per_s,
+        "tflops": flops_per_token(args, batch.tokens.shape[1]) * tokens_per_s / 1e12,
+        "allocated_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else None,
         "first_step_s": first_step_s,
     }
 
@@ -170,20 +169,9 @@ def free(device: torch.device) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    def cell(name: str) -> str:
-        value = row.get(name)
-        if name == "seq_len" or name == "rows":
-            return str(value)
-        if name in ("mfu", "of_matmul"):
-            return "n/a" if value is None else f"{value:.1%}"
-        if isinstance(value, float):
-            return f"{value:,.0f}" if name == "tokens_per_s" else f"{value:,.2f}"
-        return "n/a" if value is None else str(value)
-
-    keys = list(COLUMNS)
-    if "outcome" in row:  # no figures
-        return "".join(cell(k).rjust(COLUMNS[k]) for k in keys[:4]) + "  " + row["outcome"]
-    return "".join(cell(k).rjust(COLUMNS[k]) for k in keys)
+    cells = {name: "n/a" if row.get(name) is None else format(row[name], form) for name, (_, form) in COLUMNS.items()}
+    known = COLUMNS if "outcome" not in row else WHICH
+    return "".join(cells[name].rjust(COLUMNS[name][0]) for name in known) + f"  {row.get('outcome', '')}".rstrip()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,64 +181,53 @@ def main(argv: list[str] | None = None) -> int:
     args = dataclasses.replace(FLAVORS["8B"], n_layers=options.n_layers)
     if options.tiny:
         args = LlamaArgs(64, options.n_layers, 4, 2, 128, vocab_size=256)
-    peak = peak_tflops(device)
-    matmul = matmul_ceiling_tflops(device, tiny=options.tiny)
-    copy = copy_ceiling_gb_per_s(device, tiny=options.tiny)
-    free(device)
     result = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": "cpu" if options.tiny else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "model": dataclasses.asdict(args),
-        "peak_tflops": peak,
-        "matmul_tflops": matmul,
-        "copy_gb_per_s": copy,
+        "peak_tflops": peak_tflops(device),
+        "matmul_tflops": matmul_ceiling_tflops(device, tiny=options.tiny),
+        "copy_gb_per_s": copy_ceiling_gb_per_s(device, tiny=options.tiny),
         "rows": [],
     }
-    sheet = "not in the table" if peak is None else f"{peak:,.0f} TFLOP/s"
-    print(f"device={result['device']} torch={torch.__version__} python={result['python']}")
-    print(f"matmul={matmul:,.2f} TFLOP/s bf16  copy={copy:,.1f} GB/s  data sheet={sheet}")
-    print(f"dim={args.dim} n_layers={args.n_layers} heads={args.n_heads}/{args.n_kv_heads} hidden={args.hidden_dim} vocab={args.vocab_size}")
-    print("".join(name.rjust(width) for name, width in COLUMNS.items()), flush=True)
+    free(device)
+    print(
+        "device={device} torch={torch} python={python} matmul={matmul_tflops:.4g} TFLOP/s copy={copy_gb_per_s:.4g} GB/s "
+        "data_sheet={sheet}".format(**result, sheet=f"{result['peak_tflops'] or 'n/a'} TFLOP/s")
+    )
+    print(args)
+    print("".join(name.rjust(width) for name, (width, _) in COLUMNS.items()), flush=True)
 
-    expected_s = {"off": 10.0, "on": 60.0}  # a row, until one was measured
+    expected_s = {"off": 10.0, "on": 60.0}  # of a row, until one was measured
     for compiled, seq_len, recompute in itertools.product(options.compile, options.seq_lens, options.recompute):
         rows = max(1, options.tokens // seq_len)
         row: dict[str, Any] = {"seq_len": seq_len, "rows": rows, "recompute": recompute, "compile": compiled}
-        began = time.perf_counter()
-        if began - start + expected_s[compiled] > options.budget_s:
-            row["outcome"] = f"skipped: {began - start:.0f} s of {options.budget_s:.0f} s are used up"
+        used_s = time.perf_counter() - start
+        if used_s + expected_s[compiled] > options.budget_s:
+            row["outcome"] = f"skipped: {used_s:.0f} s of --budget_s {options.budget_s:.0f} are used, a row takes {expected_s[compiled]:.0f}"
         else:
             cfg = Compile(enable=compiled == "on", backend=options.backend)
             try:
-                row |= measure(args, rows, seq_len, recompute, cfg, options.steps, device)
+                row |= measure(args, random_batch(args.vocab_size, rows, seq_len, device), recompute, cfg, options.steps)
             except torch.OutOfMemoryError:
                 row["outcome"] = "out of memory"
             else:
-                row["mfu"] = None if peak is None else row["tflops"] / peak
-                row["of_matmul"] = row["tflops"] / matmul
+                row["mfu"] = result["peak_tflops"] and row["tflops"] / result["peak_tflops"]
+                row["of_matmul"] = row["tflops"] / result["matmul_tflops"]
             free(device)
-            expected_s[compiled] = time.perf_counter() - began
+            expected_s[compiled] = time.perf_counter() - start - used_s
         result["rows"].append(row)
         print(line(row), flush=True)
         if options.json:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
-    report(result, time.perf_counter() - start)
-    return 0
 
-
-def report(result: dict[str, Any], wall_s: float) -> None:
     measured = [row for row in result["rows"] if "outcome" not in row]
-    if not measured:
-        print(f"no row was measured in {wall_s:.0f} s")
-        return
-    best = max(measured, key=lambda row: row["tflops"])
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    print(
-        f"best: {best['tflops']:,.2f} TFLOP/s, {best['of_matmul']:.1%} of the matmul ceiling, at seq_len={best['seq_len']} "
-        f"recompute={best['recompute']} compile={best['compile']}; {len(measured)} of {len(result['rows'])} rows in {wall_s:.0f} s, "
-        f"host memory {resident:.1f} GiB"
-    )
+    print(f"{len(measured)} of {len(result['rows'])} rows measured in {time.perf_counter() - start:.0f} s")
+    if measured:
+        best = max(measured, key=lambda row: row["tflops"])
+        print(f"best: {best['tflops']:.4g} TFLOP/s, {best['of_matmul']:.1%} of the matmul ceiling, with " + " ".join(f"{k}={best[k]}" for k in WHICH))
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
     python benchmarks/train_step.py
 
-All loops start from the same weights and see the same batches. They take turns, a block of steps each, in an order that
-rotates, so that whatever else the machine does hits all alike: the ratio is the median over the rounds, and a second
-bare loop shows the noise. In bf16 the bare loop is the cheaper of autocast and of a bf16 copy of fp32 weights.
+All loops start from the same weights and see the same batch. They take turns, a block of steps each in random order, so that
+whatever else the machine does hits all alike, and are built anew several times, because where their memory lies counts
+too. The ratio is the median over the rounds; a second bare loop shows the noise. In bf16 the bare loop is the cheaper of
+autocast and of a bf16 copy of fp32 weights.
 """
 
 import argparse
 import copy
 import gc
 import itertools
+import random
 import statistics
 import sys
 import time
@@ -35,6 +37,7 @@ SIZES = {"6M": LlamaArgs(256, 8, 8, 4, 704, vocab_size=257), "tiny": LlamaArgs(3
 TARGETS = {2048: 1.02, 64: 1.05}  # tokens a step -> most that titanlite may take of the bare loop's time
 
 Step = Callable[[], float]  # takes one optimizer step, returns its loss
+Seconds = dict[str, list[float]]  # loop -> CPU seconds a step, of every round
 
 
 def build_config(size: str, dtype: str, batch: Batch, steps: int) -> Config:
@@ -121,13 +124,12 @@ def build_loops(cfg: Config, mesh: Mesh, batch: Batch) -> dict[str, Step]:
     return bare | {"titanlite": titanlite_step(cfg, mesh, batch)}
 
 
-def interleave(loops: dict[str, Step], rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """(CPU seconds a step of every round, the last loss) of every loop; the first round is left out."""
-    seconds: dict[str, list[float]] = {name: [] for name in loops}
+def interleave(loops: dict[str, Step], rounds: int, steps: int, order: random.Random) -> tuple[Seconds, dict[str, float]]:
+    """(CPU seconds a step of every round, the last loss) of every loop; a first round warms up."""
+    seconds: Seconds = {name: [] for name in loops}
     losses: dict[str, float] = {}
-    names = list(loops)
     for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in order.sample(list(loops), len(loops)):
             start = time.process_time()
             for _ in range(steps):
                 losses[name] = loops[name]()
@@ -136,20 +138,21 @@ def interleave(loops: dict[str, Step], rounds: int, steps: int) -> tuple[dict[st
     return seconds, losses
 
 
-def ratio(seconds: dict[str, list[float]], name: str, reference: str) -> float:
+def ratio(seconds: Seconds, name: str, reference: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[reference]))
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--builds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8, help="of each build")
     parser.add_argument("--block_tokens", type=int, default=2048, help="a block has as many steps as make these tokens")
     parser.add_argument("--threads", type=int, default=1, help="more wait for one another, which counts as CPU time")
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--tiny", action="store_true", help="a few steps of a tiny model: whether it runs")
     args = parser.parse_args(argv)
     if args.tiny:
-        args.rounds, args.block_tokens = 2, 1
+        args.builds, args.rounds, args.block_tokens = 1, 2, 1
     return args
 
 
@@ -161,9 +164,9 @@ def main(argv: list[str] | None = None) -> int:
     FLAVORS[size] = SIZES[size]
     shapes = [(2, 16)] if options.tiny else [(8, 256), (1, 64)]
     results = []
-    print(f"torch={torch.__version__} threads={options.threads} rounds={options.rounds} {SIZES[size]}")
+    print(f"torch={torch.__version__} threads={options.threads} rounds={options.builds}x{options.rounds} {SIZES[size]}")
     print(f"{'dtype':10}{'tokens':>7}  {'loop':24}{'cpu ms':>9}{'ratio':>8}{'last loss':>11}")
-    mesh = None
+    mesh, order = None, random.Random(0)
     for dtype, (rows, seq_len) in itertools.product(options.dtypes, shapes):
         tokens = torch.randint(257, (rows, seq_len + 1), generator=torch.Generator().manual_seed(0))
         positions = torch.arange(seq_len).expand(rows, seq_len)
@@ -171,7 +174,11 @@ def main(argv: list[str] | None = None) -> int:
         steps = max(1, options.block_tokens // (rows * seq_len))
         cfg = build_config(size, dtype, batch, steps=(options.rounds + 1) * steps)
         mesh = mesh or join(cfg)
-        seconds, losses = interleave(build_loops(cfg, mesh, batch), options.rounds, steps)
+        seconds: Seconds = {}
+        for _ in range(options.builds):
+            found, losses = interleave(build_loops(cfg, mesh, batch), options.rounds, steps, order)
+            seconds = {name: seconds.get(name, []) + times for name, times in found.items()}
+            gc.collect()
 
         bare = [name for name in seconds if name.startswith("bare") and not name.endswith("again")]
         reference = min(bare, key=lambda name: statistics.median(seconds[name]))
@@ -184,7 +191,6 @@ def main(argv: list[str] | None = None) -> int:
             )
         noise = ratio(seconds, again, again.removesuffix(" again"))
         results.append((dtype, rows * seq_len, ratio(seconds, "titanlite", reference), reference, noise))
-        gc.collect()
     for dtype, n_tokens, measured, reference, noise in results:
         target = f", target at most {TARGETS[n_tokens]}" if n_tokens in TARGETS else ""
         print(f"{dtype} {n_tokens} tokens a step: titanlite / {reference} = {measured:.3f}{target} (bare again / bare = {noise:.3f})")

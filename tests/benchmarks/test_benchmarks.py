@@ -1,0 +1,86 @@
+"""Each benchmark runs on CPU with tiny sizes and prints what it should; none of them asserts time."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT_PACKAGES = """
+import importlib.abc, runpy, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in {"torchdata", "tomli", "tyro", "datasets", "tensorboard", "tokenizers", "safetensors"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+sys.argv[0] = script = sys.argv.pop(1)
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def run(*args: str, cwd: Path = ROOT) -> str:
+    result = subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_the_gpu_benchmark_needs_torch_only_and_measures_every_case(tmp_path):
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    printed = run("-c", WITHOUT_PACKAGES, script, "--tiny", "--json", "gpu.json", cwd=tmp_path).splitlines()
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert printed[0].startswith("device=cpu") and "matmul=" in printed[0] and "copy=" in printed[0]
+    assert result["matmul_tflops"] > 0 and result["copy_gb_per_s"] > 0 and result["peak_tflops"] is None
+    cases = {(row["seq_len"], row["recompute"], row["compile"]) for row in result["rows"]}
+    assert cases == {(s, r, c) for s in (32, 64) for r in ("none", "op", "full") for c in ("off", "on")}
+    for row in result["rows"]:
+        assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["of_matmul"] > 0
+        assert row["mfu"] is None and row["allocated_gib"] is None  # known on a GPU only
+    assert printed[-2].startswith("12 of 12 rows") and printed[-1].startswith("best: ")
+
+
+def test_the_gpu_benchmark_goes_on_after_a_case_that_is_too_large_and_stops_at_its_budget(tmp_path, monkeypatch, capsys):
+    from benchmarks import gpu
+
+    def too_large(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu, "measure", too_large)
+    assert gpu.main(["--tiny", "--compile", "off", "--json", str(tmp_path / "gpu.json")]) == 0
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert len(rows) == 6 and {row["outcome"] for row in rows} == {"out of memory"}
+    assert capsys.readouterr().out.count("out of memory") == 6
+
+    assert gpu.main(["--tiny", "--compile", "off", "--budget_s", "0", "--json", str(tmp_path / "gpu.json")]) == 0
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert len(rows) == 6 and all(row["outcome"].startswith("skipped") for row in rows)
+
+
+def test_the_train_step_benchmark_prints_a_ratio_and_the_noise_for_each_dtype():
+    lines = run("benchmarks/train_step.py", "--tiny").splitlines()
+    losses = {}
+    for line in lines[2:-2]:
+        dtype, n_tokens, *name, cpu_ms, ratio, loss = line.split()
+        assert n_tokens == "32" and float(cpu_ms) > 0 and float(ratio) > 0
+        losses[dtype, " ".join(name)] = float(loss)
+    # The loops do the same work: 3 steps from the same weights, printed to 4 places.
+    assert abs(losses["float32", "titanlite"] - losses["float32", "bare"]) < 2e-4
+    assert abs(losses["bfloat16", "titanlite"] - losses["bfloat16", "bare, bf16 copy"]) < 1e-2  # bf16 keeps 8 bits
+    for dtype, line in zip(("float32", "bfloat16"), lines[-2:]):
+        assert line.startswith(f"{dtype} 32 tokens a step: titanlite / bare") and "bare again / bare = " in line
+
+
+@pytest.mark.full  # five launches
+def test_the_start_up_benchmark_prints_what_titanlite_takes_over_a_bare_script():
+    lines = run("benchmarks/startup.py", "--rounds", "1").splitlines()
+    assert lines[0].startswith("imports: bare ")
+    assert [line.split()[0] for line in lines[-4:-1]] == ["bare", "bare", "titanlite"]
+    assert lines[-1].startswith("titanlite over bare to the end of step 1: ") and "target at most 1.2 s" in lines[-1]
