@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
-steps=800
+steps=500
 train() {
     torchrun --standalone --nproc_per_node=2 -m titanlite.train train_configs/debug.toml \
         --checkpoint.enable --lr_scheduler.total_steps $steps --training.steps "$1"
@@ -14,7 +14,7 @@ train $((steps / 2))
 echo "== 2. the same command with more steps resumes"
 train $steps
 echo "== 3. a sample"
-titanlite generate outputs/debug -p "def " --max_new_tokens 300 --temperature 0.7
+titanlite generate outputs/debug -p "    def __init__(self" --max_new_tokens 300 --temperature 0.5
 echo
 echo "== done in $((SECONDS - start)) s. The run lies in outputs/debug: metrics.jsonl, checkpoint/, logs/,"
 echo "   tb/ (tensorboard --logdir outputs/debug/tb) and config.toml, which runs again as it is."

@@ -298,5 +298,5 @@ def test_a_source_goes_to_worker_processes_small(name, jsonl, tmp_path):
     (tmp_path / "a.txt").write_text("x\n" * 500_000)
     source = build_source(name, {"stdlib": None, "text": str(tmp_path), "jsonl": path}[name])
     pickled = pickle.dumps(source)
-    assert len(pickled) < 100_000  # the data are about a megabyte
+    assert len(pickled) < 250_000  # the data are a megabyte and more
     assert pickle.loads(pickled)[7] == source[7]

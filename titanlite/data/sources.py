@@ -21,6 +21,7 @@ from titanlite.utils import ConfigError, logger, nearest
 # corpus is cut finer, into about 256 documents, but never below 4 KiB, to keep the context that a model can learn from.
 DOCUMENT_BYTES = 64 * 1024
 SMALLEST_DOCUMENT_BYTES = 4 * 1024
+STDLIB_DOCUMENT_BYTES = 2 * 1024
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 CACHE_FORMAT = 1  # of what `_records` yields: a new number keeps old caches from being read
 
@@ -100,9 +101,7 @@ class FileSource:
             data = handle.read(size)
         if len(data) < size:
             raise OSError(f"{self.files[file]} is shorter than when the run started")
-        # Text files were checked already. The standard library is UTF-8 outside its tests (PEP 8), so it need not be
-        # read at every start, and a file that someone changed still gives the same text to every rank.
-        return data.decode(errors="replace")
+        return data.decode(errors="replace")  # checked already; a file that changes while a run reads it does not end it
 
     def name(self, i: int) -> str:
         file, start, size = self.pieces[i].tolist()
@@ -110,19 +109,20 @@ class FileSource:
 
 
 def _build_stdlib(heldout: bool) -> FileSource:
-    """One document a file; one file in 20, chosen by its name, is held out."""
+    """Its files in small documents, so that a small batch is a mix of many; one file in 20, chosen by its name, is held out."""
     root = sysconfig.get_path("stdlib")
     files = _walk(root, ".py", NOT_LIBRARY)
     files = [f for f in files if heldout == (crc32(PurePath(f).relative_to(root).as_posix().encode()) % 20 == 0)]
-    sizes = [os.path.getsize(f) for f in files]
-    if not any(sizes):
+    source, _ = _build_text(files, skip=True, document_bytes=STDLIB_DOCUMENT_BYTES)
+    if len(source) == 0:
         raise ConfigError(f"Python's standard library has no source files in {root}: use dataset text or jsonl")
-    return FileSource(files, [(i, 0, size) for i, size in enumerate(sizes) if size])
+    return source
 
 
-def _build_text(files: list[str], skip: bool) -> tuple[FileSource, str]:
-    document_bytes = sum(map(os.path.getsize, files)) // 256
-    document_bytes = min(max(document_bytes, SMALLEST_DOCUMENT_BYTES), DOCUMENT_BYTES)
+def _build_text(files: list[str], skip: bool, document_bytes: int | None = None) -> tuple[FileSource, str]:
+    if document_bytes is None:
+        document_bytes = sum(map(os.path.getsize, files)) // 256
+        document_bytes = min(max(document_bytes, SMALLEST_DOCUMENT_BYTES), DOCUMENT_BYTES)
     pieces, skipped = [], []
     for i, file in enumerate(files):
         try:

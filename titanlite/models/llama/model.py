@@ -74,11 +74,9 @@ class Llama(nn.Module):
         """Fills one whole parameter in place; what goes in depends on its name and the generator only."""
         if "norm" in name:
             full.fill_(1.0)
-        elif name == "tok_embeddings.weight":
-            # A tied head wants logits of order one.
-            full.normal_(0.0, self.args.dim**-0.5 if self.args.tie_embeddings else 1.0, generator=generator)
         else:
-            std = self.args.dim**-0.5 if name == "output.weight" else 0.02
+            # Logits of order one; embeddings small enough that what blocks add counts from the start.
+            std = self.args.dim**-0.5 if name in ("tok_embeddings.weight", "output.weight") else 0.02
             if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):  # what is added to the residual stream
                 std /= (2 * (int(name.split(".")[1]) + 1)) ** 0.5
             nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
