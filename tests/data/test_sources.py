@@ -61,10 +61,13 @@ def test_the_standard_library_is_split_into_two_parts_without_tests_and_installe
     assert any(file.endswith(os.path.join("json", "decoder.py")) for file in train.files + heldout.files)
 
 
-def test_a_file_of_the_standard_library_is_a_document_and_none_is_empty():
+def test_documents_of_the_standard_library_are_small_and_together_are_its_files():
     source = build_source("stdlib_heldout", None)
-    for i, text in enumerate(documents(source)):
-        assert text and text.encode() == Path(source.name(i).split(",")[0]).read_bytes()
+    texts = [source[i] for i in range(len(source))]
+    assert all(texts) and sum(len(t.encode()) >= sources.STDLIB_DOCUMENT_BYTES for t in texts) > len(texts) / 2
+    whole = sorted(Path(f).read_bytes().decode() for f in source.files if Path(f).stat().st_size)
+    by_file = [[t for t, (f, _, _) in zip(texts, source.pieces.tolist()) if f == i] for i in range(len(source.files))]
+    assert sorted("".join(pieces) for pieces in by_file if pieces) == whole
 
 
 def test_the_standard_library_comes_in_the_same_order_each_time():
