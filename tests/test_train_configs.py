@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ WORLD_SIZES = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_is_legal_on_the_ranks_it_is_for(path):
     cfg, _ = load_config(path)
-    for world_size in WORLD_SIZES.get(path.name, (1, 2, 4, 8)):
+    for world_size in world_sizes(path):
         validate(cfg, world_size)
 
 
