@@ -43,7 +43,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "parallelism.fsdp_reshard_after_forward",
         )
     option = ac.selective_ac_option
-    if ac.mode == "selective" and option != "op" and not (option.isdigit() and int(option) > 0):
+    if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
             f"activation_checkpoint.selective_ac_option={option!r}: expected 'op' or a number N of at least 1 "
             f"(every N-th block is recomputed)",
@@ -52,6 +52,14 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     s = cfg.lr_scheduler
     if s.decay_ratio is not None and not 0 <= s.decay_ratio <= 1:
         raise ConfigError(f"lr_scheduler.decay_ratio={s.decay_ratio}: expected a share from 0 to 1", "lr_scheduler.decay_ratio")
+    if s.total_steps is not None and s.total_steps < t.steps and s.min_lr_factor == 0 and s.decay_ratio != 0:
+        raise ConfigError(
+            f"lr_scheduler.total_steps={s.total_steps} ends the schedule at learning rate 0, before training.steps={t.steps}: "
+            f"the steps after it would change nothing; set lr_scheduler.total_steps={t.steps} or lr_scheduler.min_lr_factor",
+            "lr_scheduler.total_steps",
+            "training.steps",
+            "lr_scheduler.min_lr_factor",
+        )
     return degrees
 
 
@@ -118,8 +126,10 @@ def _check_ranges(cfg: Config) -> None:
         value: Any = cfg
         for name in key.split("."):
             value = getattr(value, name)
-        if value is not None and value < least:
+        if value is not None and not value >= least:  # NaN is not
             raise ConfigError(f"{key}={value}: must be at least {least}", key)
+        if value == math.inf and key != "training.max_norm":
+            raise ConfigError(f"{key}={value}: must be finite", key)
     for key in ("beta1", "beta2"):
         if not 0 <= getattr(cfg.optimizer, key) < 1:
             raise ConfigError(f"optimizer.{key}={getattr(cfg.optimizer, key)}: must be in [0, 1)", f"optimizer.{key}")
