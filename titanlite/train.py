@@ -83,7 +83,8 @@ def _loop(
         if saver and (run.step % cfg.checkpoint.interval == 0 or last):
             saved = saver.save(last=last)
         if run.step == first_step:
-            set_timeout(cfg.comm.train_timeout_seconds)
+            for group in run.mesh.groups():
+                set_timeout(cfg.comm.train_timeout_seconds, group)
         if run.step % cfg.training.gc_freq == 0:
             gc.collect(1)
         if last:

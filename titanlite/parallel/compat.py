@@ -11,6 +11,6 @@ def unflatten(mesh: DeviceMesh, names: tuple[str, ...], sizes: tuple[int, ...]) 
     return mesh._unflatten(0, sizes, names)
 
 
-def set_timeout(timeout_s: int) -> None:
-    """Bounds every later collective of the default group."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
+def set_timeout(timeout_s: int, group: dist.ProcessGroup) -> None:
+    """Bounds every later collective of the group."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)

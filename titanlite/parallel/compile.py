@@ -12,7 +12,7 @@ from titanlite.utils import logger
 def apply_recompute_and_compile(part: nn.Module, plan: ParallelPlan, ac: ActivationCheckpoint, cfg: Compile) -> None:
     """Replaces each block's forward. Recompute by operator lies inside the compiled region, full recompute outside it."""
     by_operator = ac.mode == "selective" and ac.selective_ac_option == "op"
-    every = {"none": 0, "full": 1}.get(ac.mode, 0 if by_operator else int(ac.selective_ac_option))
+    every = 1 if ac.mode == "full" else int(ac.selective_ac_option) if ac.mode == "selective" and not by_operator else 0
     compiled = cfg.enable and "model" in cfg.components
     for name, block in plan.blocks_of(part).items():
         forward = block.forward

@@ -37,6 +37,10 @@ class Mesh:
     def world_size(self) -> int:
         return dist.get_world_size()
 
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that training communicates over."""
+        return [dist.group.WORLD, *self.data.get_all_groups(), *self.dense.get_all_groups()]
+
     @property
     def batch_rank(self) -> int:
         """Ranks of one batch rank read the same rows."""
