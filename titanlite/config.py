@@ -91,6 +91,8 @@ class Parallelism:
     enable_async_tensor_parallel: bool = False  # CUDA with compile: overlap tensor parallel's communication
     pipeline_parallel_degree: int = 1
     context_parallel_degree: int = 1
+    context_parallel_method: Literal["allgather", "ring", "ulysses"] = "allgather"  # keys are gathered, go round, or sequence is traded for heads
+    context_parallel_load_balancer: Literal["headtail"] | None = "headtail"  # each rank has a piece from either end; None: one piece
     expert_parallel_degree: int = 1
     expert_tensor_parallel_degree: int = 1
 

@@ -14,6 +14,7 @@ from titanlite.losses import chunk_loss, cross_entropy
 from titanlite.models import get_args, get_family, get_model
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
+from titanlite.parallel.context import local_batch
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
@@ -159,7 +160,7 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
     """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
-        batch = to_device(batch, run.mesh.device)
+        batch = place(run, batch)
         loss = forward_only(run.parts, batch, run.loss_fn)
         if run.mesh.counts_labels:
             sums[0] += loss
@@ -182,11 +183,13 @@ def next_microbatches(run: Run, loader: Iterator[list[Batch]]) -> list[Batch]:
         shape = (t.local_batch_size, t.seq_len)
         nothing = Batch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE), torch.arange(t.seq_len).expand(shape), None)
         microbatches = [nothing] * (global_batch_size(run.cfg, run.mesh.degrees) // (run.mesh.degrees.batch * t.local_batch_size))
-    return [to_device(batch, run.mesh.device) for batch in microbatches]
+    return [place(run, batch) for batch in microbatches]
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in batch))
+def place(run: Run, batch: Batch) -> Batch:
+    """This rank's part of the rows, on its device."""
+    batch = local_batch(batch, run.mesh, run.cfg.parallelism)
+    return Batch(*(None if x is None else x.to(run.mesh.device, non_blocking=True) for x in batch))
 
 
 def _raise_data_error(run: Run) -> None:

@@ -17,6 +17,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
     degrees = resolve_degrees(cfg.parallelism, world_size)
     _check_tensor_parallel(cfg, degrees)
+    _check_sequence(cfg, degrees)
     _check_ranges(cfg)
     global_batch_size(cfg, degrees)
 
@@ -76,20 +77,49 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
                 f"use one of {divisors(math.gcd(*sizes.values()))}",
                 key,
             )
-    for section in ("training", "validation") if cfg.validation.enable else ("training",):
-        seq_len = getattr(cfg, section).seq_len
-        if seq_len % tp:
-            below, above = seq_len // tp * tp, (seq_len // tp + 1) * tp
-            raise ConfigError(
-                f"{section}.seq_len={seq_len} must divide by {key}={tp}: use {f'{below} or ' if below else ''}{above}",
-                f"{section}.seq_len",
-                key,
-            )
     if cfg.parallelism.enable_async_tensor_parallel and not (cfg.compile.enable and torch.cuda.is_available()):
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel=true needs compile.enable=true and CUDA devices",
             "parallelism.enable_async_tensor_parallel",
             "compile.enable",
+        )
+
+
+def _check_sequence(cfg: Config, degrees: Degrees) -> None:
+    p, cp, tp = cfg.parallelism, degrees.cp, degrees.tp
+    keys = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
+    pieces = 2 * cp * tp if cp > 1 and p.context_parallel_load_balancer else cp * tp
+    terms = ["2 (head and tail)"] * (pieces > cp * tp) + [f"{key}={n}" for key, n in keys.items() if n > 1]
+    for section in ("training", "validation") if cfg.validation.enable else ("training",):
+        seq_len = getattr(cfg, section).seq_len
+        if seq_len % pieces:
+            below, above = seq_len // pieces * pieces, (seq_len // pieces + 1) * pieces
+            product = f"{' * '.join(terms)} = {pieces}" if len(terms) > 1 else terms[0]
+            raise ConfigError(
+                f"{section}.seq_len={seq_len} must divide by {product}: use {f'{below} or ' if below else ''}{above}",
+                f"{section}.seq_len",
+                *keys,
+            )
+    if cp == 1:
+        return
+    if not get_family(cfg.model).PLAN.cores:
+        raise ConfigError(f"parallelism.context_parallel_degree={cp}: {cfg.model.name}'s plan names no attention cores: use 1", *keys)
+    if p.context_parallel_method == "ring" and cfg.compile.enable and "model" in cfg.compile.components:
+        raise ConfigError(
+            "parallelism.context_parallel_method='ring' sends and receives inside attention, which compile.enable cannot take in: "
+            "use 'allgather' or 'ulysses', or compile.enable=false",
+            "parallelism.context_parallel_method",
+            "compile.enable",
+        )
+    args = get_args(cfg.model)
+    heads, kv_heads = args.n_heads // tp, args.n_kv_heads // tp
+    if p.context_parallel_method == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
+        legal = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
+        raise ConfigError(
+            f"parallelism.context_parallel_degree={cp} with method 'ulysses' trades sequence for heads: it must divide the {heads} heads "
+            f"and fit the {kv_heads} key-value heads of a tensor-parallel rank: use one of {legal}, or method 'allgather'",
+            "parallelism.context_parallel_degree",
+            "parallelism.context_parallel_method",
         )
 
 

@@ -32,7 +32,8 @@ def test_lower_precisions_agree_within_the_drift_of_one_ulp(cfg):
 def test_a_planted_fault_is_found_where_it_is(cfg, name):
     mutant = MUTANTS[name]
     (verdict,) = verify([parse_layout(mutant.layout, cfg)], plant=name)
-    assert verdict.first_difference.startswith(f"first in {mutant.found}"), verdict
+    expected = f"first in {mutant.found}" if mutant.found else "it fails"
+    assert verdict.first_difference.startswith(expected), verdict
 
 
 def test_a_rank_that_dies_is_a_layout_that_differs_and_the_next_one_still_runs(cfg, monkeypatch):
@@ -49,11 +50,12 @@ def _death():
 
 def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
     texts = [set(filter(None, text.split(","))) for text in default_layouts(lambda text: True)]
-    choices = ["replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2", "tp=2", "recompute=full", "recompute=2",
+    choices = ["replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2", "tp=2", "cp=2", "method=ulysses", "recompute=full", "recompute=2",
                "recompute=op", "reshard=never", "reshard=always", "compile=aot_eager", "chunk=50", "accumulate=4", "tied=true", "offload=true"]  # fmt: skip
-    key = lambda choice: "dp" if choice.split("=")[0] in ("replicate", "zero1", "zero2", "fsdp", "hsdp") else choice.split("=")[0]  # noqa: E731
+    groups = {"replicate": "dp", "zero1": "dp", "zero2": "dp", "fsdp": "dp", "hsdp": "dp", "method": "cp"}
+    key = lambda choice: groups.get(choice.split("=")[0], choice.split("=")[0])  # noqa: E731
     for a in choices:
-        assert {a} in texts
+        assert {a} in texts or a == "method=ulysses" and {a, "cp=2"} in texts
         for b in choices:
             assert key(a) == key(b) or any({a, b} <= text for text in texts), (a, b)
 
@@ -69,6 +71,9 @@ def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
         ("fsdp=2,hsdp=2x2", "fsdp and hsdp are forms of data parallel: use one"),
         ("fsdp=3", "3 data-parallel ranks * 2 microbatches must divide the 16 rows"),
         ("tp=3", "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's n_heads=4: use one of [1, 2]"),
+        ("cp=32", "training.seq_len=32 must divide by 2 (head and tail) * parallelism.context_parallel_degree=32 = 64: use 64"),
+        ("cp=2,method=ulyses", "method='ulyses': expected allgather, ring or ulysses"),
+        ("cp=4,tp=2,method=ulysses", "it must divide the 2 heads and fit the 1 key-value heads"),
         ("chunk=8,reshard=always", "training.loss_chunk_tokens=8 needs the head's weight"),
         ("zero1=2,reshard=always", "data_parallel_sharding='zero1' keeps parameters gathered"),
         ("fsdp=8,tp=2,accumulate=1,hsdp=2x2", "use one"),

@@ -1,5 +1,6 @@
 """The arithmetic of parallel degrees: no torch, so that a launcher can check them before it starts a gang."""
 
+import math
 from dataclasses import dataclass, fields
 
 from titanlite.config import Parallelism
@@ -30,10 +31,9 @@ class Degrees:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
-_UNSUPPORTED = ("pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree")
-_REPLICATE, _SHARD, _TP = (
-    f"parallelism.{name}"
-    for name in ("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree")
+_UNSUPPORTED = ("pipeline_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree")
+_REPLICATE, _SHARD, _CP, _TP = (
+    f"parallelism.{name}_degree" for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
 )
 
 
@@ -44,30 +44,30 @@ def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
             key = f"parallelism.{name}"
             raise ConfigError(f"{key}={getattr(cfg, name)} on world size {world_size}: this version has 1 only", key)
 
-    replicate, shard, tp = cfg.data_parallel_replicate_degree, cfg.data_parallel_shard_degree, cfg.tensor_parallel_degree
-    for key, degree in ((_REPLICATE, replicate), (_TP, tp)):
+    shard = cfg.data_parallel_shard_degree
+    others = {_REPLICATE: cfg.data_parallel_replicate_degree, _CP: cfg.context_parallel_degree, _TP: cfg.tensor_parallel_degree}
+    for key, degree in others.items():
         if degree < 1:
             raise ConfigError(f"{key}={degree} must be at least 1", key)
         if world_size % degree:
             raise ConfigError(f"{key}={degree} must divide the world size {world_size}: use one of {divisors(world_size)}", key)
     if shard != -1 and shard < 1:
         raise ConfigError(f"{_SHARD}={shard} must be at least 1, or -1 for all ranks that are left", _SHARD)
-    if shard == -1 and world_size % (replicate * tp) == 0:
-        shard = world_size // (replicate * tp)
-    if replicate * shard * tp != world_size:
-        product = f"{_REPLICATE}={replicate} * {_SHARD}={shard} * {_TP}={tp}"
-        if shard == -1:
-            raise ConfigError(
-                f"{_REPLICATE}={replicate} * {_TP}={tp} = {replicate * tp} must divide the world size {world_size}", _REPLICATE, _TP
-            )
+    rest = math.prod(others.values())
+    product = " * ".join(f"{key}={degree}" for key, degree in others.items() if degree > 1)
+    if shard == -1:
+        if world_size % rest:
+            raise ConfigError(f"{product} = {rest} must divide the world size {world_size}", *others)
+        shard = world_size // rest
+    if rest * shard != world_size:
+        product = f"{product} * {_SHARD}={shard}".removeprefix(" * ")
         raise ConfigError(
-            f"{product} = {replicate * shard * tp} ranks, but the world size is {world_size}: "
-            f"launch {replicate * shard * tp} processes, or set {_SHARD}=-1 for all that are left",
-            _REPLICATE,
+            f"{product} = {rest * shard} ranks, but the world size is {world_size}: "
+            f"launch {rest * shard} processes, or set {_SHARD}=-1 for all that are left",
+            *others,
             _SHARD,
-            _TP,
         )
-    return Degrees(pp=1, dp_replicate=replicate, dp_shard=shard, cp=1, tp=tp)
+    return Degrees(pp=1, dp_replicate=others[_REPLICATE], dp_shard=shard, cp=others[_CP], tp=others[_TP])
 
 
 def divisors(n: int) -> list[int]:

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.config import Config
 from titanlite.parallel.compile import apply_recompute_and_compile
+from titanlite.parallel.context import apply_cp
 from titanlite.parallel.data_parallel import apply_data_parallel
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.plan import ParallelPlan, check_plan, is_tied, tie
@@ -23,6 +24,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: ParallelPlan, config: Config
     parts = [model]
     for part in parts:
         apply_tp(part, mesh, plan, config.parallelism)
+        apply_cp(part, mesh, plan, config.parallelism)
         apply_recompute_and_compile(part, plan, config.activation_checkpoint, config.compile)
         apply_data_parallel(part, mesh, plan, config.parallelism, config.training)
     return parts

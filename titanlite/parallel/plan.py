@@ -17,6 +17,7 @@ class ParallelPlan:
     first    modules before the blocks, in the order they run
     last     modules after the blocks, in the order they run
     head     the module of `last` that makes logits
+    cores    pattern of the attention cores, `core(q, k, v, positions, documents)`
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """
@@ -25,6 +26,7 @@ class ParallelPlan:
     first: tuple[str, ...]
     last: tuple[str, ...]
     head: str
+    cores: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
     tied: tuple[tuple[str, str], ...] = field(default=())
 
@@ -53,8 +55,8 @@ def is_tied(part: nn.Module, name: str, canonical: str) -> bool:
 
 def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     """Raises ConfigError where the plan names something that the whole model does not have."""
-    for kind, pattern in (("blocks", plan.blocks), *(("tensor", pattern) for pattern in plan.tensor)):
-        if not matching(model, pattern):
+    for kind, pattern in (("blocks", plan.blocks), *(("tensor", pattern) for pattern in plan.tensor), ("cores", plan.cores)):
+        if pattern and not matching(model, pattern):
             names = [name for name, _ in model.named_modules() if name]
             raise ConfigError(
                 f"the parallel plan's {kind} pattern {pattern!r} matches no module of {type(model).__name__}{nearest(pattern, names)}"

@@ -18,7 +18,8 @@ from titanlite import trainer
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config, override
 from titanlite.models import get_args, get_family
-from titanlite.trainer import Run, join, setup, to_device, train_step
+from titanlite.parallel.context import sequence_index
+from titanlite.trainer import Run, join, place, setup, train_step
 from titanlite.verify.gang import Gang, RankFailed
 from titanlite.verify.layouts import ACCUMULATE, ROWS, SEQ_LEN, STEPS, Layout, base_config
 from titanlite.verify.mutants import planted
@@ -151,7 +152,7 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
     run = setup(cfg, join(cfg))
     if ulp:
         _move(run)
-    microbatches = [to_device(batch, run.mesh.device) for batch in _microbatches(run)]
+    microbatches = [place(run, batch) for batch in _microbatches(run)]
     values: Values = {kind: {} for kind in (*KINDS, "slices")}
     values["skipped"] = {get_family(cfg.model).PLAN.head} if cfg.training.loss_chunk_tokens else set()
     with _recorded(run, values):
@@ -192,8 +193,10 @@ def _recorded(run: Run, values: Values) -> Iterator[None]:
     for name, pieces in outputs.items():
         values["output"][name] = np.concatenate(pieces)
         part = values["output"][name].shape[1]
-        start = run.mesh.data.get_local_rank("tp") * part if part < SEQ_LEN else 0
-        values["slices"][name] = np.s_[run.mesh.batch_rank * rows : (run.mesh.batch_rank + 1) * rows, start : start + part]
+        index = sequence_index(SEQ_LEN, run.mesh, run.cfg.parallelism).numpy()
+        if part < len(index):  # sequence parallel
+            index = index[run.mesh.data.get_local_rank("tp") * part :][:part]
+        values["slices"][name] = np.ix_(range(run.mesh.batch_rank * rows, (run.mesh.batch_rank + 1) * rows), index)
 
 
 def make_batch(vocab_size: int) -> Batch:

@@ -1,6 +1,7 @@
 """Layouts as short texts, `hsdp=2x2,tp=2,recompute=full`, and sets of them that take every pair of choices."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
     "fsdp": (_N, "a number of ranks", _sharded("zero3")),
     "hsdp": (rf"{_N}x{_N}", "REPLICATExSHARD, e.g. 2x2", _hsdp),
     "tp": (_N, "a number of ranks", lambda n: _degrees(tensor_parallel=int(n))),
+    "cp": (_N, "a number of ranks", lambda n: _degrees(context_parallel=int(n))),
+    "method": ("allgather|ring|ulysses", "allgather, ring or ulysses", lambda v: {"parallelism.context_parallel_method": v}),
+    "balance": ("headtail|none", "headtail or none", lambda v: {"parallelism.context_parallel_load_balancer": None if v == "none" else v}),
     "reshard": ("default|always|never", "default, always or never", lambda v: {"parallelism.fsdp_reshard_after_forward": v}),
     "recompute": (rf"none|full|op|{_N}", "none, full, op, or N for every N-th block", _recompute),
     "compile": ("[a-z_]+", "a torch.compile backend", lambda v: {"compile.enable": True, "compile.backend": v}),
@@ -91,7 +95,7 @@ def parse_layout(text: str, cfg: Config) -> Layout:
             f"the {ROWS} rows that are compared"
         )
     values["training.local_batch_size"] = ROWS // microbatches
-    world_size = batch_ranks * values.get("parallelism.tensor_parallel_degree", 1)
+    world_size = batch_ranks * math.prod(values.get(f"parallelism.{axis}_parallel_degree", 1) for axis in ("context", "tensor"))
     return Layout(text, world_size, override(cfg, values))
 
 
@@ -129,6 +133,7 @@ def base_config(cfg: Config) -> Config:
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("", "replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2"),
     ("", "tp=2"),
+    ("", "cp=2", "cp=2,method=ring", "cp=2,method=ulysses"),
     ("", "reshard=never", "reshard=always"),
     ("", "recompute=full", "recompute=2", "recompute=op"),
     ("", "compile=aot_eager"),

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite import losses, trainer
 from titanlite.batch import IGNORE, Batch
-from titanlite.parallel import parallelize, tensor
+from titanlite.parallel import context, parallelize, tensor
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, nearest
 
@@ -26,7 +26,7 @@ from titanlite.utils import ConfigError, nearest
 class Mutant:
     fault: str  # what goes wrong
     layout: str  # one that shows it
-    found: str  # what the verdict names
+    found: str  # what the verdict names; empty: the layout fails
     patch: Callable[[], contextlib.AbstractContextManager]
 
 
@@ -79,6 +79,16 @@ parallelize_distribute = parallelize.distribute_tensor
 def _split_evenly(whole: DTensor, dim: int) -> tuple[int, dist.ProcessGroup]:
     mesh = whole.device_mesh
     return mesh.get_local_rank() * (whole.shape[dim] // mesh.size()), mesh.get_group()
+
+
+def _local(change: Callable[[Batch, Batch], Batch]) -> Callable[[], contextlib.AbstractContextManager]:
+    """`change(batch, part)` in place of a context-parallel rank's part of the batch."""
+    original = trainer.local_batch
+    return _replaced(trainer, "local_batch", lambda batch, *args: change(batch, original(batch, *args)))
+
+
+def _first_of(whole: Tensor, part: Tensor) -> Tensor:
+    return whole[:, : part.shape[1]]
 
 
 def _compiled_in_a_wrapper(part: nn.Module, plan: Any, ac: Any, cfg: Any) -> None:
@@ -178,6 +188,31 @@ MUTANTS: dict[str, Mutant] = {
     "divided_twice_on_one_rank": Mutant(
         "a divide factor on a shard group of one rank is applied twice (PyTorch)",
         "offload=true", "gradient output.weight", _divided_twice_on_one_rank,
+    ),
+    "positions_of_the_unsplit_sequence": Mutant(
+        "a context-parallel rank counts positions as if its part were the row's beginning (torchtitan 792)",
+        "cp=2", "output layers.0", _local(lambda batch, part: part._replace(positions=_first_of(batch.positions, part.positions))),
+    ),
+    "document_mask_not_sliced": Mutant(
+        "a context-parallel rank takes the documents of the row's beginning for its part's",
+        "cp=2", "output layers.0", _local(lambda batch, part: part._replace(documents=_first_of(batch.documents, part.documents))),
+    ),
+    "head_tail_order_not_followed_by_labels": Mutant(
+        "tokens are dealt head and tail, labels in one piece",
+        "cp=2,method=ulysses", "loss step 1", _local(lambda batch, part: part._replace(labels=_first_of(batch.labels, part.labels))),
+    ),
+    "key_gradients_of_own_queries_only": Mutant(
+        "gradients of gathered keys and values, sums over ranks, are taken for whole",
+        "cp=2", "gradient layers.3.attention", _replaced(context, "Partial", Replicate),
+    ),
+    "keys_gathered_along_heads": Mutant(
+        "context parallel gathers the head dimension instead of the sequence (torchtitan 3206): here it cannot even run",
+        "cp=2", "", _replaced(context, "_over", lambda cp, part, dim: DTensor.from_local(part, cp, [Shard(2)])),
+    ),
+    "labels_of_one_context_rank_counted": Mutant(
+        "the label count leaves out the other parts of the sequence (torchtitan 3329)",
+        "cp=2,tp=2", "loss step 1",
+        _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n / 2)),
     ),
 }  # fmt: skip
 

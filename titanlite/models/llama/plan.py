@@ -7,6 +7,7 @@ PLAN = ParallelPlan(
     first=("tok_embeddings",),
     last=("norm", "output"),
     head="output",
+    cores="layers.*.attention.core",
     tensor={
         "tok_embeddings": "embedding",
         "layers.*.attention_norm": "norm",
