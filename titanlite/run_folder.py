@@ -22,7 +22,7 @@ from titanlite.utils import ConfigError, setup_logging
 
 def run_dir(cfg: Config) -> Path:
     """`job.dump_folder`/`job.name`: the same folder is the same run."""
-    return Path(cfg.job.dump_folder) / cfg.job.name
+    return Path(cfg.job.dump_folder).expanduser() / cfg.job.name
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ DRIFTS = 8
 FP64_FLOOR = 1e-12  # well above fp64's 1e-15 for these sums, far below any fault
 
 Values = dict[str, Any]  # kind -> name -> value
-KINDS = ("output", "loss", "gradient", "grad_norm", "later", "parameter")  # in the order in which a fault would show
+KINDS = ("validation", "output", "loss", "gradient", "grad_norm", "later", "parameter")  # in the order in which a fault would show
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,8 @@ def _error(ours: np.ndarray | None, expected: np.ndarray) -> float:
 
 
 def observe(cfg: Config, *, ulp: bool = False) -> Values:
-    """What this rank sees of STEPS steps: in the first, outputs, loss, gradients and norm; loss and norm later; weights.
+    """What this rank sees of validation, then STEPS steps: in the first, outputs, loss, gradients and norm; later, loss and
+    norm; in the end, weights.
 
     Gradients and weights are whole; an output is this rank's part of [ROWS, SEQ_LEN, ...], "slices" says which. With
     `ulp` the initial weights are moved by one unit in the last place, up or down.
@@ -152,9 +153,12 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
     run = setup(cfg, join(cfg))
     if ulp:
         _move(run)
-    microbatches = [place(run, batch) for batch in _microbatches(run)]
+    whole_rows = _microbatches(run)
+    microbatches = [place(run, batch) for batch in whole_rows]
     values: Values = {kind: {} for kind in (*KINDS, "slices")}
     values["skipped"] = {get_family(cfg.model).PLAN.head} if cfg.training.loss_chunk_tokens else set()
+    # Before the steps, which it must not disturb.
+    values["validation"]["loss"] = np.array(trainer.validation_loss(run, iter(whole_rows)))
     with _recorded(run, values):
         for step in range(STEPS):
             measured = train_step(run, microbatches, run.loss_fn)

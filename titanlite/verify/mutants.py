@@ -62,6 +62,14 @@ def _mean_of_means(inner, mesh, batches, loss_fn, denominator) -> Tensor:
     return inner(batches, loss_fn, torch.zeros_like(denominator) + mine * mesh.degrees.batch)
 
 
+def _mean_of_batch_means(run: Any, batches: Iterator[Batch]) -> float:
+    means = [validation_loss(run, iter([batch])) for batch in batches if (batch.labels != IGNORE).any()]
+    return sum(means) / len(means)
+
+
+validation_loss = trainer.validation_loss
+
+
 def _norm_of_own_shards(parameters: Iterator[nn.Parameter], stage_size: int) -> Tensor:
     grads = [g for g in trainer.local_gradients(parameters) if g.numel()]
     return torch.stack([g.double().square().sum() for g in grads]).sum() / stage_size
@@ -129,12 +137,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "padding_counted": Mutant(
         "labels that are ignored count in the denominator (transformers 34191)",
-        "tp=2", "loss step 1", _replaced(trainer, "IGNORE", IGNORE - 1),
+        "tp=2", "validation loss", _replaced(trainer, "IGNORE", IGNORE - 1),
     ),
     "double_scaled_accumulation": Mutant(
         "the loss is divided by the number of microbatches on top (torchtitan 1733)",
         "accumulate=4", "loss step 1",
         _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n * len(batches))),
+    ),
+    "validation_mean_of_batch_means": Mutant(
+        "validation averages the means of batches (torchtitan 1758, 2366, 4167)",
+        "accumulate=4", "validation loss", _replaced(trainer, "validation_loss", _mean_of_batch_means),
     ),
     "norm_misses_ranks": Mutant(
         "the gradient norm is that of this rank's shards (torchtitan 596, 649)",
