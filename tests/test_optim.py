@@ -1,4 +1,3 @@
-import functools
 import math
 
 import pytest
@@ -105,25 +104,17 @@ LAYOUTS = {
 TIES = {"untied": (), "tied": ("--model.tie_embeddings", "true")}
 
 
-def _steps(cases: dict) -> dict:
-    return {name: step_of(cfg, rows("packed", ROWS)) for name, cfg in cases.items()}
+def _one_step(cfg) -> dict:
+    found = step_of(cfg, rows("packed", ROWS))
+    return {"norm": found["norm"], "gradients": found["gradients"]}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("optim")
-
-
-@functools.cache  # one gang a layout
-def ranks_of(layout: str, folder) -> list[dict]:
-    world_size, options = LAYOUTS[layout]
-    size = ("--training.local_batch_size", str(ROWS // world_size))
-    cases = {
-        (tie, max_norm): small_config(folder, *size, *options, *TIES[tie], "--training.max_norm", str(max_norm))
-        for tie in TIES
-        for max_norm in (0.0, MAX_NORM, 1e9, math.inf)
-    }
-    return run_ranks(_steps, world_size, cases)
+def whole(tmp_path_factory):
+    """{tie: norm and unclipped gradients of one rank}."""
+    folder = tmp_path_factory.mktemp("whole")
+    options = ("--training.local_batch_size", str(ROWS))
+    return {tie: run_ranks(_one_step, 1, small_config(folder, *options, *words))[0] for tie, words in TIES.items()}
 
 
 def clipped_by_torch(gradients: dict, max_norm: float) -> tuple[float, dict]:
@@ -134,25 +125,40 @@ def clipped_by_torch(gradients: dict, max_norm: float) -> tuple[float, dict]:
     return norm.item(), {name: p.grad.numpy() for name, p in parameters.items()}
 
 
-@pytest.mark.parametrize("tie", TIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_clipping_is_torchs_on_the_whole_gradients_of_one_rank(folder, layout, tie):
+def test_clipping_is_torchs_on_the_whole_gradients_of_one_rank(whole, layout, tmp_path):
     """Tied embeddings, and a vocabulary of 257 that no layout divides evenly, count once."""
-    whole = ranks_of("one rank", folder)[0][tie, 0.0]["gradients"]
-    norm, expected = clipped_by_torch(whole, MAX_NORM)
-    assert norm > 2 * MAX_NORM
-    for rank in ranks_of(layout, folder):
-        assert rank[tie, MAX_NORM]["norm"] == pytest.approx(norm, rel=1e-12)  # fp64, before clipping
-        # torch divides by norm + 1e-6; the factor that is meant is exact.
-        assert worst_error(rank[tie, MAX_NORM]["gradients"], expected) < 1.01e-6 / norm
-        exact = {name: g * (MAX_NORM / norm) for name, g in whole.items()}
-        assert worst_error(rank[tie, MAX_NORM]["gradients"], exact) < 1e-12
+    world_size, options = LAYOUTS[layout]
+    options = ("--training.local_batch_size", str(ROWS // world_size), "--training.max_norm", str(MAX_NORM), *options)
+    cases = {tie: (small_config(tmp_path, *options, *words), whole[tie]["gradients"]) for tie, words in TIES.items()}
+
+    def compare() -> dict:
+        results = {}
+        for tie, (cfg, gradients) in cases.items():
+            norm, expected = clipped_by_torch(gradients, MAX_NORM)
+            exact = {name: g * (MAX_NORM / norm) for name, g in gradients.items()}
+            found = _one_step(cfg)
+            errors = worst_error(found["gradients"], expected), worst_error(found["gradients"], exact)
+            results[tie] = norm, found["norm"], *errors
+        return results
+
+    for rank in run_ranks(compare, world_size):
+        for norm, found, from_torch, from_exact in rank.values():
+            assert norm > 2 * MAX_NORM
+            assert found == pytest.approx(norm, rel=1e-12)  # fp64, before clipping
+            # torch divides by norm + 1e-6; the factor that is meant is exact.
+            assert from_torch < 1.01e-6 / norm and from_exact < 1e-12
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1e9, math.inf])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_below_the_norm_are_left_alone_and_0_never_clips(folder, layout, max_norm):
-    whole = ranks_of("one rank", folder)[0]["untied", 0.0]
-    for rank in ranks_of(layout, folder):
-        assert rank["untied", max_norm]["norm"] == pytest.approx(whole["norm"], rel=1e-12)
-        assert worst_error(rank["untied", max_norm]["gradients"], whole["gradients"]) < 1e-12
+def test_gradients_below_the_norm_are_left_alone_and_0_never_clips(whole, tmp_path):
+    options = ("--training.local_batch_size", str(ROWS // 2), "--training.max_norm")
+    cases = [small_config(tmp_path, *options, max_norm) for max_norm in ("0", "1e9", "inf")]
+    expected = whole["untied"]
+
+    def compare() -> list:
+        found = [_one_step(cfg) for cfg in cases]
+        return [(f["norm"], worst_error(f["gradients"], expected["gradients"])) for f in found]
+
+    for rank in run_ranks(compare, 2):
+        for norm, error in rank:
+            assert norm == pytest.approx(expected["norm"], rel=1e-12) and error < 1e-12
