@@ -1,9 +1,12 @@
+import ast
 import dataclasses
 import math
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+import titanlite
 from titanlite.config import KEYS, Config, Help, defaults_help, load_config, to_dict, to_toml
 from titanlite.utils import ConfigError, explain
 
@@ -326,3 +329,15 @@ def test_every_key_is_written_out_so_that_later_defaults_change_nothing(toml):
 def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
     may_be_none = [key for key, kind in KEYS.items() if type(None) in get_args(kind)]
     assert may_be_none and all(to_dict(Config())[key] is None for key in may_be_none)
+
+
+def test_every_key_is_read_by_some_code_or_is_text_for_people():
+    read = set()
+    for path in Path(titanlite.__file__).parent.rglob("*.py"):
+        if path.name != "config.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    read.add(node.attr)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    read.add(node.value.rsplit(".", 1)[-1])
+    assert {key for key in KEYS if key.rsplit(".", 1)[-1] not in read} == {"job.description"}

@@ -35,8 +35,10 @@ def test_minus_one_takes_the_ranks_that_are_left():
         (4, {"data_parallel_replicate_degree": 3}, "parallelism.data_parallel_replicate_degree=3 must divide the world size 4: use one of [1, 2, 4]"),
         (4, {"data_parallel_replicate_degree": 0}, "parallelism.data_parallel_replicate_degree=0 must be at least 1"),
         (4, {"data_parallel_shard_degree": 0}, "parallelism.data_parallel_shard_degree=0 must be at least 1, or -1 for all ranks that are left"),
-        (4, {"data_parallel_shard_degree": 3}, "parallelism.data_parallel_replicate_degree=1 * parallelism.data_parallel_shard_degree=3 "
-         "* parallelism.tensor_parallel_degree=1 = 3 ranks, but the world size is 4: launch 3 processes, or set "
+        (4, {"data_parallel_shard_degree": 3}, "parallelism.data_parallel_shard_degree=3 = 3 ranks, but the world size is 4: "
+         "launch 3 processes, or set parallelism.data_parallel_shard_degree=-1 for all that are left"),
+        (4, {"data_parallel_shard_degree": 4, "tensor_parallel_degree": 2}, "parallelism.tensor_parallel_degree=2 * "
+         "parallelism.data_parallel_shard_degree=4 = 8 ranks, but the world size is 4: launch 8 processes, or set "
          "parallelism.data_parallel_shard_degree=-1 for all that are left"),
         (4, {"tensor_parallel_degree": 3}, "parallelism.tensor_parallel_degree=3 must divide the world size 4: use one of [1, 2, 4]"),
         (4, {"tensor_parallel_degree": 4}, "parallelism.tensor_parallel_degree=4 must divide llama3 debugmodel's n_kv_heads=2: use one of [1, 2]"),
@@ -55,7 +57,7 @@ def test_a_sequence_that_tensor_parallel_cannot_split_is_answered_with_the_neare
     values = {"parallelism__tensor_parallel_degree": 2, f"{section}__seq_len": seq_len, "validation__enable": True}
     error = mistake(2, **values)
     assert str(error) == f"{section}.seq_len={seq_len} must divide by parallelism.tensor_parallel_degree=2: use {legal}"
-    assert error.keys == (f"{section}.seq_len", "parallelism.tensor_parallel_degree")
+    assert {f"{section}.seq_len", "parallelism.tensor_parallel_degree"} <= set(error.keys)
 
 
 @pytest.mark.parametrize("rows, legal", [(12, "8 or 16"), (7, "8"), (0, "8"), (-2, "8")])
@@ -125,6 +127,6 @@ def test_steps_after_a_schedule_that_ends_at_rate_0_are_refused_and_after_anothe
         validate(with_values(training__steps=12, **{f"lr_scheduler__{key}": value for key, value in options.items()}), 1)
 
 
-@pytest.mark.parametrize("key", ["pipeline_parallel_degree", "context_parallel_degree", "expert_parallel_degree"])
+@pytest.mark.parametrize("key", ["pipeline_parallel_degree", "expert_parallel_degree"])
 def test_a_pass_that_is_not_there_yet_is_refused_by_name(key):
     assert str(mistake(2, **{f"parallelism__{key}": 2})).startswith(f"parallelism.{key}=2 on world size 2: ")

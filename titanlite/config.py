@@ -92,7 +92,7 @@ class Parallelism:
     pipeline_parallel_degree: int = 1
     context_parallel_degree: int = 1
     context_parallel_method: Literal["allgather", "ring", "ulysses"] = "allgather"  # keys are gathered, go round, or sequence is traded for heads
-    context_parallel_load_balancer: Literal["headtail"] | None = "headtail"  # each rank has a piece from either end; None: one piece
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"  # a piece from either end for each rank; none: one piece
     expert_parallel_degree: int = 1
     expert_tensor_parallel_degree: int = 1
 

@@ -88,7 +88,7 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
 def _check_sequence(cfg: Config, degrees: Degrees) -> None:
     p, cp, tp = cfg.parallelism, degrees.cp, degrees.tp
     keys = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
-    pieces = 2 * cp * tp if cp > 1 and p.context_parallel_load_balancer else cp * tp
+    pieces = 2 * cp * tp if cp > 1 and p.context_parallel_load_balancer == "headtail" else cp * tp
     terms = ["2 (head and tail)"] * (pieces > cp * tp) + [f"{key}={n}" for key, n in keys.items() if n > 1]
     for section in ("training", "validation") if cfg.validation.enable else ("training",):
         seq_len = getattr(cfg, section).seq_len

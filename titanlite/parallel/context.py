@@ -26,7 +26,7 @@ def sequence_index(seq_len: int, mesh: Mesh, cfg: Parallelism) -> Tensor:
     With the `headtail` balancer a rank has two pieces of 2 * cp, one from each end, so that all see equally many keys.
     """
     cp, rank = mesh.degrees.cp, mesh.data.get_local_rank("cp")
-    if cfg.context_parallel_load_balancer is None:
+    if cfg.context_parallel_load_balancer == "none":
         return torch.arange(seq_len).chunk(cp)[rank]
     pieces = torch.arange(seq_len).chunk(2 * cp)
     return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])

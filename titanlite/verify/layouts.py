@@ -55,7 +55,7 @@ KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
     "tp": (_N, "a number of ranks", lambda n: _degrees(tensor_parallel=int(n))),
     "cp": (_N, "a number of ranks", lambda n: _degrees(context_parallel=int(n))),
     "method": ("allgather|ring|ulysses", "allgather, ring or ulysses", lambda v: {"parallelism.context_parallel_method": v}),
-    "balance": ("headtail|none", "headtail or none", lambda v: {"parallelism.context_parallel_load_balancer": None if v == "none" else v}),
+    "balance": ("headtail|none", "headtail or none", lambda v: {"parallelism.context_parallel_load_balancer": v}),
     "reshard": ("default|always|never", "default, always or never", lambda v: {"parallelism.fsdp_reshard_after_forward": v}),
     "recompute": (rf"none|full|op|{_N}", "none, full, op, or N for every N-th block", _recompute),
     "compile": ("[a-z_]+", "a torch.compile backend", lambda v: {"compile.enable": True, "compile.backend": v}),
