@@ -48,7 +48,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n_layers", type=int, default=4)
     parser.add_argument("--seq_lens", type=int, nargs="+", default=[2048, 8192, 32768])
-    parser.add_argument("--tokens", type=int, default=8192, help="a step has as many rows as fit in these, at least one")
+    parser.add_argument(
+        "--tokens", type=int, default=8192, help="a step has as many rows as fit in these, at least one"
+    )
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off", "on"])
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
@@ -205,11 +207,15 @@ def main(argv: list[str] | None = None) -> int:
         row: dict[str, Any] = {"seq_len": seq_len, "rows": rows, "recompute": recompute, "compile": compiled}
         used_s = time.perf_counter() - start
         if used_s + expected_s[compiled] > options.budget_s:
-            row["outcome"] = f"skipped: {used_s:.0f} s of --budget_s {options.budget_s:.0f} are used, a row takes {expected_s[compiled]:.0f}"
+            row["outcome"] = (
+                f"skipped: {used_s:.0f} s of --budget_s {options.budget_s:.0f} are used, a row takes {expected_s[compiled]:.0f}"
+            )
         else:
             cfg = Compile(enable=compiled == "on", backend=options.backend)
             try:
-                row |= measure(args, random_batch(args.vocab_size, rows, seq_len, device), recompute, cfg, options.steps)
+                row |= measure(
+                    args, random_batch(args.vocab_size, rows, seq_len, device), recompute, cfg, options.steps
+                )
             except torch.OutOfMemoryError:
                 row["outcome"] = "out of memory"
             else:
@@ -226,7 +232,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{len(measured)} of {len(result['rows'])} rows measured in {time.perf_counter() - start:.0f} s")
     if measured:
         best = max(measured, key=lambda row: row["tflops"])
-        print(f"best: {best['tflops']:.4g} TFLOP/s, {best['of_matmul']:.1%} of the matmul ceiling, with " + " ".join(f"{k}={best[k]}" for k in WHICH))
+        print(
+            f"best: {best['tflops']:.4g} TFLOP/s, {best['of_matmul']:.1%} of the matmul ceiling, with "
+            + " ".join(f"{k}={best[k]}" for k in WHICH)
+        )
     return 0
 
 

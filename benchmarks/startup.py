@@ -53,7 +53,11 @@ def run_to_step_1(name: str, *options: str) -> tuple[float, float, str]:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         start = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, *options, *command(name, folder)], cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            [sys.executable, *options, *command(name, folder)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         reached = any(line.startswith("step") for line in process.stdout)
         wall_s = time.perf_counter() - start
@@ -89,7 +93,9 @@ def print_imports(most: int = 8) -> None:
     extra: Counter[str] = Counter()
     for module in full.keys() - bare.keys():
         extra[package(module)] += full[module]
-    print(f"imports: bare {sum(bare.values()):.2f} s, titanlite {sum(full.values()):.2f} s; of modules that bare lacks:")
+    print(
+        f"imports: bare {sum(bare.values()):.2f} s, titanlite {sum(full.values()):.2f} s; of modules that bare lacks:"
+    )
     for name, seconds in extra.most_common(most):
         print(f"  {name:30}{seconds:7.3f} s")
 
@@ -113,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         over[name] = [statistics.median(a[i] - b[i] for a, b in pairs) for i in (0, 1)]
         print(f"{name:12}{wall_s:8.2f}{over[name][0]:11.2f}{cpu_s:8.2f}{over[name][1]:11.2f}")
     wall_s, cpu_s = over["titanlite"]
-    print(f"titanlite over bare to the end of step 1: {wall_s:.2f} s wall, {cpu_s:.2f} s CPU (target at most {TARGET_S} s)")
+    print(
+        f"titanlite over bare to the end of step 1: {wall_s:.2f} s wall, {cpu_s:.2f} s CPU (target at most {TARGET_S} s)"
+    )
     return 0
 
 

@@ -27,7 +27,12 @@ runpy.run_path(script, run_name="__main__")
 
 def run(*args: str, cwd: Path = ROOT) -> str:
     result = subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        [sys.executable, *args],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -47,7 +52,9 @@ def test_the_gpu_benchmark_needs_torch_only_and_measures_every_case(tmp_path):
     assert printed[-2].startswith("12 of 12 rows") and printed[-1].startswith("best: ")
 
 
-def test_the_gpu_benchmark_goes_on_after_a_case_that_is_too_large_and_stops_at_its_budget(tmp_path, monkeypatch, capsys):
+def test_the_gpu_benchmark_goes_on_after_a_case_that_is_too_large_and_stops_at_its_budget(
+    tmp_path, monkeypatch, capsys
+):
     from benchmarks import gpu
 
     def too_large(*_):
