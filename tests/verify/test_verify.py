@@ -16,7 +16,8 @@ def cfg():
 
 
 def test_layouts_of_every_pass_agree_with_one_rank(cfg):
-    texts = ["replicate=2", "zero1=2", "fsdp=2,recompute=op", "tp=2,chunk=50", "fsdp=2,tp=2,tied=true"]
+    texts = ["replicate=2", "zero1=2", "fsdp=2,recompute=op", "tp=2,chunk=50", "fsdp=2,tp=2,tied=true",
+             "cp=2", "cp=2,method=ring", "cp=2,method=ulysses,balance=none", "cp=2,tp=2,method=ring"]  # fmt: skip
     verdicts = list(verify([parse_layout(text, cfg) for text in texts]))
     assert [v.layout for v in verdicts if v.first_difference] == []
     assert {v.layout for v in verdicts} == set(texts)
