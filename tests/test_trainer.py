@@ -19,11 +19,12 @@ ROWS = 4
 LAYOUTS = {
     "one rank": (1, {}),
     "fsdp 2": (2, {}),
-    "fsdp 2, never resharded": (2, {"parallelism.fsdp_reshard_after_forward": "never"}),
     "replicate 2": (2, {"parallelism.data_parallel_replicate_degree": 2}),
     "hsdp 2x2": (4, {"parallelism.data_parallel_replicate_degree": 2}),
 }
+NEVER_RESHARDED = "fsdp 2, never resharded"  # goes through what touches validation only
 EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+VALIDATED_LAYOUT = pytest.mark.parametrize("layout", [*LAYOUTS, NEVER_RESHARDED])
 # Rows of 32 tokens that no number of ranks divides: 70 bytes go on over three rows, the last row is padded.
 DOCUMENTS = ListSource(["a" * 70, "bcd", "e" * 31, "fg" * 9, "h"])
 
@@ -195,6 +196,7 @@ def validation_sees_new_weights(cfg):
     return found
 
 
+VALIDATION_SCENARIOS = (validation, losses_with_and_without_validation, validation_sees_new_weights)
 SCENARIOS = (
     loss_is_not_finite_on_the_last_rank,
     gradient_is_not_finite_on_the_last_rank,
@@ -205,14 +207,12 @@ SCENARIOS = (
     no_label_is_trained_on,
     labels_are_counted,
     mixed_precision,
-    validation,
-    losses_with_and_without_validation,
-    validation_sees_new_weights,
+    *VALIDATION_SCENARIOS,
 )
 
 
-def _run_scenarios(cfg) -> dict:
-    return {scenario.__name__: scenario(cfg) for scenario in SCENARIOS}
+def _run_scenarios(scenarios, cfg) -> dict:
+    return {scenario.__name__: scenario(cfg) for scenario in scenarios}
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +222,10 @@ def outcomes(tmp_path_factory):
 
     @functools.cache  # one gang a layout goes through all scenarios: starting one costs more than a scenario
     def ranks_of(layout):
-        world_size, values = LAYOUTS[layout]
+        never = {"parallelism.fsdp_reshard_after_forward": "never"}
+        world_size, values = (2, never) if layout == NEVER_RESHARDED else LAYOUTS[layout]
         cfg = override(small_config(folder), {"training.global_batch_size": ROWS, **values})
-        return run_ranks(_run_scenarios, world_size, cfg)
+        return run_ranks(_run_scenarios, world_size, VALIDATION_SCENARIOS if layout == NEVER_RESHARDED else SCENARIOS, cfg)
 
     return lambda layout, scenario: [rank[scenario.__name__] for rank in ranks_of(layout)]
 
@@ -310,21 +311,21 @@ def expected_validation_loss(tmp_path_factory):
     return run_ranks(_mean_loss_by_hand, 1, cfg)[0]
 
 
-@EVERY_LAYOUT
+@VALIDATED_LAYOUT
 def test_validation_loss_is_the_mean_over_all_labels_on_any_number_of_ranks(outcomes, layout, expected_validation_loss):
     """128 labels in rows of which the last is mostly padding, and ranks that get no row at all; fp64."""
     for found in outcomes(layout, validation):
         assert found == pytest.approx(expected_validation_loss, rel=1e-12)
 
 
-@EVERY_LAYOUT
+@VALIDATED_LAYOUT
 def test_validation_leaves_no_trace_in_training(outcomes, layout):
     for without, validated in outcomes(layout, losses_with_and_without_validation):
         assert validated == without
         assert without[-1][0] < without[0][0]  # it does train
 
 
-@EVERY_LAYOUT
+@VALIDATED_LAYOUT
 def test_validation_uses_the_weights_of_its_step(outcomes, layout):
     expected = outcomes("one rank", validation_sees_new_weights)[0]
     assert len(set(expected)) == 3

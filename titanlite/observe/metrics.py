@@ -1,5 +1,6 @@
 """Where a run's figures go: the console, metrics.jsonl and TensorBoard. Rank 0 only."""
 
+import errno
 import json
 import math
 import os
@@ -113,7 +114,9 @@ class MetricsLogger:
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        os.write(self.file, (json.dumps(record) + "\n").encode())
+        line = (json.dumps(record) + "\n").encode()
+        if (written := os.write(self.file, line)) < len(line):
+            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes of a line of metrics.jsonl were written")
 
     def _line(self, r: dict[str, Any]) -> str:
         left = timedelta(seconds=round((self.total_steps - r["step"]) * r["step_time_s"]))
