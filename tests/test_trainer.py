@@ -174,6 +174,20 @@ def validation(cfg):
     return heldout_loss(start(cfg))
 
 
+def validation_data_of_the_last_rank_fail(cfg):
+    run = start(cfg)
+
+    def batches():
+        yield microbatches_of(run, rows("even", ROWS))[0]
+        if is_last(run):
+            raise OSError("the disk is gone")
+        yield microbatches_of(run, rows("even", ROWS))[0]
+
+    with pytest.raises(TrainingFault) as caught:
+        validation_loss(run, batches())
+    return str(caught.value)
+
+
 def losses_with_and_without_validation(cfg):
     found = []
     for validated in (False, True):
@@ -196,7 +210,7 @@ def validation_sees_new_weights(cfg):
     return found
 
 
-VALIDATION_SCENARIOS = (validation, losses_with_and_without_validation, validation_sees_new_weights)
+VALIDATION_SCENARIOS = (validation, validation_data_of_the_last_rank_fail, losses_with_and_without_validation, validation_sees_new_weights)
 SCENARIOS = (
     loss_is_not_finite_on_the_last_rank,
     gradient_is_not_finite_on_the_last_rank,
@@ -316,6 +330,11 @@ def test_validation_loss_is_the_mean_over_all_labels_on_any_number_of_ranks(outc
     """128 labels in rows of which the last is mostly padding, and ranks that get no row at all; fp64."""
     for found in outcomes(layout, validation):
         assert found == pytest.approx(expected_validation_loss, rel=1e-12)
+
+
+@VALIDATED_LAYOUT
+def test_a_rank_that_cannot_read_its_validation_data_stops_all_with_its_message(outcomes, layout):
+    assert set(outcomes(layout, validation_data_of_the_last_rank_fail)) == {"OSError('the disk is gone')"}
 
 
 @VALIDATED_LAYOUT

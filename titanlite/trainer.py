@@ -157,9 +157,12 @@ def step_record(
 
 
 def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
-    """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches."""
+    """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches.
+
+    Raises on all ranks what the first one that could not read its data met.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    for batch in batches:
+    while (batch := _next_on_all_ranks(run, batches)) is not None:
         batch = place(run, batch)
         loss = forward_only(run.parts, batch, run.loss_fn)
         if run.mesh.counts_labels:
@@ -167,6 +170,19 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
             sums[1] += (batch.labels != IGNORE).sum()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()
+
+
+def _next_on_all_ranks(run: Run, batches: Iterator[Batch]) -> Batch | None:
+    batch = None
+    try:
+        batch = next(batches, None)
+    except Exception as e:
+        run.data_error = e
+    failed = torch.tensor(float(run.data_error is not None), device=run.mesh.device)
+    dist.all_reduce(failed)
+    if failed.item():
+        _raise_data_error(run)
+    return batch
 
 
 def next_microbatches(run: Run, loader: Iterator[list[Batch]]) -> list[Batch]:
