@@ -93,6 +93,7 @@ def test_the_global_batch_is_that_given_or_one_microbatch_a_rank(given, rows):
         ("lr_scheduler.total_steps", 0, "must be at least 1"),
         ("validation.freq", 0, "must be at least 1"),
         ("checkpoint.interval", 0, "must be at least 1"),
+        ("checkpoint.load_step", -2, "must be at least -1"),
         ("metrics.log_freq", 0, "must be at least 1"),
         ("debug.seed", -1, "must be at least 0"),
         ("training.dataloader.num_workers", -1, "must be at least 0"),
@@ -106,6 +107,10 @@ def test_a_value_out_of_range_is_answered_with_the_range(key, value, message):
 
 def test_no_clipping_may_be_said_as_an_infinite_norm():
     validate(with_values(training__max_norm=math.inf), 1)
+
+
+def test_a_step_to_load_without_checkpoints_is_refused():
+    assert str(mistake(checkpoint__load_step=3)) == "checkpoint.load_step=3 needs checkpoint.enable=true"
 
 
 @pytest.mark.parametrize("option", ["0", "-1", "two", "", "²"])

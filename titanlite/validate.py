@@ -43,6 +43,12 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "parallelism.data_parallel_sharding",
             "parallelism.fsdp_reshard_after_forward",
         )
+    if cfg.checkpoint.load_step != -1 and not cfg.checkpoint.enable:
+        raise ConfigError(
+            f"checkpoint.load_step={cfg.checkpoint.load_step} needs checkpoint.enable=true",
+            "checkpoint.load_step",
+            "checkpoint.enable",
+        )
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
@@ -146,7 +152,7 @@ _AT_LEAST = {
     "training.dataloader.num_workers": 0, "validation.local_batch_size": 1, "validation.seq_len": 1, "validation.freq": 1,
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
-    "checkpoint.keep_latest_k": 0, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
+    "checkpoint.keep_latest_k": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
     "model.vocab_size": 2, "debug.seed": 0,
 }  # fmt: skip
 
