@@ -3,7 +3,7 @@
 set -euo pipefail
 source "$(dirname "$0")/env.sh"
 
-steps=500
+steps=600
 train() {
     torchrun --standalone --nproc_per_node=2 -m titanlite.train train_configs/debug.toml \
         --checkpoint.enable --lr_scheduler.total_steps $steps --training.steps "$1"
