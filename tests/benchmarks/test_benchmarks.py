@@ -78,7 +78,7 @@ def test_the_train_step_benchmark_prints_a_ratio_and_the_noise_for_each_dtype():
         dtype, n_tokens, *name, cpu_ms, ratio, loss = line.split()
         assert n_tokens == "32" and float(cpu_ms) > 0 and float(ratio) > 0
         losses[dtype, " ".join(name)] = float(loss)
-    # The loops do the same work: 3 steps from the same weights, printed to 4 places.
+    # The loops do the same work: 4 steps from the same weights, printed to 4 places.
     assert abs(losses["float32", "titanlite"] - losses["float32", "bare"]) < 2e-4
     assert abs(losses["bfloat16", "titanlite"] - losses["bfloat16", "bare, bf16 copy"]) < 1e-2  # bf16 keeps 8 bits
     for dtype, line in zip(("float32", "bfloat16"), lines[-2:]):
