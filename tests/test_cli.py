@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,13 +152,17 @@ def test_nproc_may_stand_anywhere_and_is_not_handed_on(monkeypatch, words):
     assert started == [(2, ["-m", "titanlite.train", DEBUG, "--training.steps", "3"])]
 
 
-def gang(program: str) -> int:
-    """The exit code that titanlite makes of two ranks of torchrun, each running `program` with `rank` and `code_file`."""
+@pytest.fixture
+def gang():
+    """The exit code that titanlite makes of two ranks of torchrun, each running a program with `rank` and `code_file`."""
     start = "import os, sys\nrank, code_file = int(os.environ['RANK']), os.environ['TITANLITE_EXIT_CODE_FILE']\n"
-    return cli._torchrun(2, ["--no-python", sys.executable, "-c", start + program])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    yield lambda program: cli._torchrun(2, ["--no-python", sys.executable, "-c", start + program])
+    for number, handler in handlers.items():  # torchrun's stay behind
+        signal.signal(number, handler)
 
 
-def test_a_gangs_exit_code_is_that_of_rank_0_unless_another_rank_failed():
+def test_a_gangs_exit_code_is_that_of_rank_0_unless_another_rank_failed(gang):
     assert gang("pass") == 0
     assert gang("code = 75\nif rank == 0: open(code_file, 'w').write(str(code))\nsys.exit(code)") == 75
     assert gang("if rank == 0: open(code_file, 'w').write('0')\nsys.exit(3 * rank)") == 1
