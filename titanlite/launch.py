@@ -41,6 +41,7 @@ def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], us
             print(explain(error, origins), file=sys.stderr, flush=True)
         code = EXIT_USER
     except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another rank has ended
         if rank == 0:
             print("titanlite: stopped by a signal before there was anything new to save", file=sys.stderr, flush=True)
         code = EXIT_STOPPED

@@ -83,6 +83,15 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
                 f"use one of {divisors(math.gcd(*sizes.values()))}",
                 key,
             )
+    if args.vocab_size % tp and degrees.fsdp > 2:
+        # PyTorch's DTensor cuts a dimension that is split twice, unevenly, in other places than FSDP2 does.
+        fitting = -(-args.vocab_size // tp) * tp
+        raise ConfigError(
+            f"model.vocab_size={args.vocab_size} must divide by {key}={tp} where parameters are sharded over more than 2 ranks "
+            f"(here {degrees.fsdp}): use {fitting} (a vocabulary may be larger than the tokenizer's)",
+            "model.vocab_size",
+            key,
+        )
     if cfg.parallelism.enable_async_tensor_parallel and not (cfg.compile.enable and torch.cuda.is_available()):
         raise ConfigError(
             "parallelism.enable_async_tensor_parallel=true needs compile.enable=true and CUDA devices",

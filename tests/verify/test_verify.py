@@ -72,6 +72,8 @@ def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
         ("fsdp=2,hsdp=2x2", "fsdp and hsdp are forms of data parallel: use one"),
         ("fsdp=3", "3 data-parallel ranks * 2 microbatches must divide the 16 rows"),
         ("tp=3", "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's n_heads=4: use one of [1, 2]"),
+        ("fsdp=4,tp=2", "model.vocab_size=257 must divide by parallelism.tensor_parallel_degree=2 where parameters are sharded "
+         "over more than 2 ranks (here 4): use 258"),
         ("cp=32", "training.seq_len=32 must divide by 2 (head and tail) * parallelism.context_parallel_degree=32 = 64: use 64"),
         ("cp=2,method=ulyses", "method='ulyses': expected allgather, ring or ulysses"),
         ("cp=4,tp=2,method=ulysses", "it must divide the 2 heads and fit the 1 key-value heads"),
