@@ -16,6 +16,7 @@ DEBUG = str(Path(__file__).parents[1] / "train_configs" / "debug.toml")
 def outcome(monkeypatch, tmp_path, capsys):
     """(exit code, stdout, stderr, what rank 0 left for the launcher or None) of a function run as a command."""
     before = signal.getsignal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "another test left its handler"
 
     def of(fn, *argv, rank=0):
         monkeypatch.setenv("RANK", str(rank))
