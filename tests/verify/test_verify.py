@@ -76,7 +76,7 @@ def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
          "over more than 2 ranks (here 4): use 258"),
         ("cp=32", "training.seq_len=32 must divide by 2 (head and tail) * parallelism.context_parallel_degree=32 = 64: use 64"),
         ("cp=2,method=ulyses", "method='ulyses': expected allgather, ring or ulysses"),
-        ("cp=4,tp=2,method=ulysses", "it must divide the 2 heads and fit the 1 key-value heads"),
+        ("cp=8,method=ulysses", "it must divide the 4 heads and fit the 2 key-value heads"),
         ("chunk=8,reshard=always", "training.loss_chunk_tokens=8 needs the head's weight"),
         ("zero1=2,reshard=always", "data_parallel_sharding='zero1' keeps parameters gathered"),
         ("fsdp=8,tp=2,accumulate=1,hsdp=2x2", "use one"),
@@ -92,7 +92,7 @@ def test_a_layout_larger_than_the_machine_is_refused(cfg, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"has 16 ranks; this machine can run 8 \(8 a core\)"):
-        check_layout(parse_layout("fsdp=8,tp=2,accumulate=1", cfg))
+        check_layout(parse_layout("fsdp=16,accumulate=1", cfg))
 
 
 def test_an_unknown_fault_is_answered_with_the_nearest(cfg):
