@@ -1,5 +1,8 @@
 """Data parallel by FSDP2: replicate, ZeRO-1 to 3 and HSDP are one call with other meshes and policies; also mixed precision."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -16,10 +19,14 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
     ZeRO (arXiv 1910.02054) by policies: zero3 drops gathered parameters after each block, zero2 keeps them through the
     step, zero1 also keeps whole gradients until the last microbatch (`set_step_policy`).
 
-    One rank alone is wrapped too where the forward runs in another dtype, or it would silently stay in fp32.
+    One rank alone is not wrapped: `computing` gives it FSDP2's mixed precision, bit for bit, without the copies that cost
+    FSDP2 40 % of a small step.
     """
     degrees = mesh.degrees
     mixed = training.mixed_precision_param != training.dtype
+    if mesh.world_size == 1 and not training.enable_cpu_offload:
+        part.compute_dtype = getattr(torch, training.mixed_precision_param) if mixed else None
+        return
     if degrees.dp_replicate * degrees.fsdp == 1 and not mixed and not training.enable_cpu_offload:
         return
 
@@ -55,14 +62,32 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
     logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} {cfg.data_parallel_sharding} param={training.mixed_precision_param}")
 
 
-def set_step_policy(part: nn.Module, mesh: Mesh, cfg: Parallelism, *, is_last: bool) -> None:
+def set_step_policy(modules: list[FSDPModule], mesh: Mesh, cfg: Parallelism, *, is_last: bool) -> None:
     """What the next backward does with gradients and gathered parameters, by whether it is the step's last."""
     keeps_gradients = mesh.degrees.fsdp == 1 or cfg.data_parallel_sharding == "zero1"
     keeps_parameters = cfg.data_parallel_sharding != "zero3"
-    for module in fsdp_modules(part):
+    for module in modules:
         module.set_requires_gradient_sync(is_last or not keeps_gradients, recurse=False)
         module.set_requires_all_reduce(is_last, recurse=False)  # between replicas: once a step
         module.set_reshard_after_backward(is_last or not keeps_parameters, recurse=False)
+
+
+@contextlib.contextmanager
+def computing(part: nn.Module) -> Iterator[None]:
+    """Inside, one rank's part holds copies of its parameters in its compute dtype; tied ones share a copy.
+
+    Backward adds the gradients to the parameters themselves. It must lie inside too: recompute reads the copies again.
+    """
+    dtype = getattr(part, "compute_dtype", None)
+    own = [(m._parameters, name, p) for m in part.modules() for name, p in m._parameters.items() if p is not None] if dtype else []
+    copies = {p: p.to(dtype) for _, _, p in own}
+    try:
+        for slots, name, p in own:
+            slots[name] = copies[p]
+        yield
+    finally:
+        for slots, name, p in own:
+            slots[name] = p
 
 
 def fsdp_modules(part: nn.Module) -> list[FSDPModule]:

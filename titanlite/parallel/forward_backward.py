@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from titanlite.batch import Batch
 from titanlite.config import Parallelism
-from titanlite.parallel.data_parallel import fsdp_modules, set_step_policy
+from titanlite.parallel.data_parallel import computing, fsdp_modules, set_step_policy
 from titanlite.parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Batch], Tensor]  # model output, batch -> loss summed over labels, fp32 or fp64
@@ -20,13 +20,15 @@ def build_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Parallelism)
     Returns this rank's share of that loss, detached. `denominator` is the global label count of the whole step.
     """
     (model,) = parts
+    wrapped = fsdp_modules(model)
 
     def forward_backward(microbatches: list[Batch], loss_fn: LossFn, denominator: Tensor) -> Tensor:
         total = torch.zeros_like(denominator)
         for i, batch in enumerate(microbatches):
-            set_step_policy(model, mesh, cfg, is_last=i == len(microbatches) - 1)
-            loss = loss_fn(model(batch.tokens, batch.positions, batch.documents), batch) / denominator
-            loss.backward()
+            set_step_policy(wrapped, mesh, cfg, is_last=i == len(microbatches) - 1)
+            with computing(model):
+                loss = loss_fn(model(batch.tokens, batch.positions, batch.documents), batch) / denominator
+                loss.backward()
             total += loss.detach()
         return total
 
@@ -37,7 +39,8 @@ def build_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Parallelism)
 def forward_only(parts: list[nn.Module], batch: Batch, fn: LossFn) -> Tensor:
     """`fn(logits, batch)`. Afterwards every FSDP module is resharded, or later weight updates would be ignored."""
     (model,) = parts
-    result = fn(model(batch.tokens, batch.positions, batch.documents), batch)
+    with computing(model):
+        result = fn(model(batch.tokens, batch.positions, batch.documents), batch)
     for module in fsdp_modules(model):
         module.reshard()
     return result
