@@ -31,7 +31,7 @@ DRIFTS = 8
 FP64_FLOOR = 1e-12  # well above fp64's 1e-15 for these sums, far below any fault
 
 Values = dict[str, Any]  # kind -> name -> value
-KINDS = ("validation", "output", "loss", "gradient", "grad_norm", "later", "parameter")  # in the order in which a fault would show
+KINDS = ("output", "loss", "gradient", "grad_norm", "validation", "later", "parameter")  # in the order in which a fault would show
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "padding_counted": Mutant(
         "labels that are ignored count in the denominator (transformers 34191)",
-        "tp=2", "validation loss", _replaced(trainer, "IGNORE", IGNORE - 1),
+        "tp=2", "loss step 1", _replaced(trainer, "IGNORE", IGNORE - 1),
     ),
     "double_scaled_accumulation": Mutant(
         "the loss is divided by the number of microbatches on top (torchtitan 1733)",
