@@ -90,6 +90,16 @@ class Parallelism:
     tensor_parallel_degree: int = 1
     enable_async_tensor_parallel: bool = False  # CUDA with compile: overlap tensor parallel's communication
     pipeline_parallel_degree: int = 1
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"  # GPipe and 1F1B have one stage a rank, the last two have two, the others two or more
+    pipeline_parallel_schedule_csv: str | None = None  # a file that says what each rank does, instead of a named schedule
+    pipeline_parallel_microbatch_size: int = 1  # rows; a step's rows are run in microbatches of so many
+    pipeline_parallel_layers_per_stage: int | None = None  # decides the number of stages; None: one or two a rank
+    pipeline_parallel_first_stage_less_layers: int = 1  # blocks that the embedding stands for
+    pipeline_parallel_last_stage_less_layers: int = 1  # blocks that the head stands for
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None  # the modules of each stage by name, instead of by counts
+    pipeline_parallel_force_recompute: bool = False  # recompute under schedules that split backward, where it costs several times its usual
     context_parallel_degree: int = 1
     context_parallel_method: Literal["allgather", "ring", "ulysses"] = "allgather"  # keys are gathered, go round, or sequence is traded for heads
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"  # a piece from either end for each rank; none: one piece

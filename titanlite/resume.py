@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.state import init_optimizer_state, model_state, optimizer_state
+from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
 from titanlite.checkpoint.store import AsyncSaver, list_steps, load, read_manifest, save, set_aside_after
 from titanlite.config import Config, to_toml
 from titanlite.data.loader import TrainLoader
@@ -133,6 +133,7 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
     if manifest["world_size"] != run.mesh.world_size:
         state = {key: value for key, value in state.items() if not key.startswith("rng_")}
     load(folder, step, state)
+    copy_tied(run.parts, run.optimizer)
     run.step, run.tokens = int(state["train.step"]), int(state["train.tokens"])
     _set_rng_state({key.split(".", 1)[1]: value for key, value in state.items() if key.startswith("rng_")})
     on_rank_0(lambda: set_aside_after(folder, step))

@@ -18,6 +18,7 @@ from titanlite.parallel.context import local_batch
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
+from titanlite.parallel.pipeline import copies, head_of
 from titanlite.utils import ConfigError, logger
 from titanlite.validate import global_batch_size, validate
 
@@ -45,6 +46,11 @@ class Run:
     def parameters(self) -> Iterator[nn.Parameter]:
         return (p for part in self.parts for p in part.parameters())
 
+    def canonical_parameters(self) -> list[nn.Parameter]:
+        """Without the copies of tied parameters that other pipeline stages hold."""
+        twice = copies(self.parts)
+        return [p for part in self.parts for name, p in part.named_parameters() if name not in twice]
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -67,11 +73,13 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
     """The model of the configuration with its initial weights, sharded, and what trains it."""
     plan = get_family(cfg.model).PLAN
     model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
+    n_parameters = sum(p.numel() for p in model.parameters())
     parts = parallelize(model, mesh, plan, cfg)
     materialize(parts, mesh, plan, cfg)
     loss_fn = cross_entropy
-    if cfg.training.loss_chunk_tokens:
-        loss_fn = chunk_loss(parts[-1].get_submodule(plan.head), cfg.training.loss_chunk_tokens)
+    head = head_of(parts, plan)
+    if cfg.training.loss_chunk_tokens and head is not None:
+        loss_fn = chunk_loss(head, cfg.training.loss_chunk_tokens)
     elif cfg.compile.enable and "loss" in cfg.compile.components:
         loss_fn = torch.compile(cross_entropy, backend=cfg.compile.backend)
     args = get_args(cfg.model)
@@ -85,7 +93,7 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
     )
     logger.info(
-        f"model={cfg.model.name} flavor={cfg.model.flavor} parameters={sum(p.numel() for p in run.parameters()):,} "
+        f"model={cfg.model.name} flavor={cfg.model.flavor} parameters={n_parameters:,} "
         f"world_size={mesh.world_size} {mesh.degrees} device={mesh.device.type}"
     )
     return run
@@ -107,8 +115,9 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     parameters = list(run.parameters())  # walking the modules again takes half a percent of a small step
     finish_gradients(parameters)
     # The control word: one all-reduce, waited for once, so that no rank ever decides alone.
-    loss = loss if mesh.counts_labels else torch.zeros_like(loss)
-    squares = local_square_sum(parameters, mesh.world_size // mesh.degrees.pp)
+    loss = loss if mesh.counts_loss else torch.zeros_like(loss)
+    counted = run.canonical_parameters() if mesh.degrees.pp > 1 else parameters
+    squares = local_square_sum(counted, mesh.world_size // mesh.degrees.pp)
     flags = torch.tensor([run.stop_asked, run.data_error is not None], dtype=torch.float64)
     word = torch.cat([torch.stack([loss, squares.to(loss.device)]), flags.to(loss.device)])
     dist.all_reduce(word)
@@ -165,9 +174,10 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     while (batch := _next_on_all_ranks(run, batches)) is not None:
         batch = place(run, batch)
-        loss = forward_only(run.parts, batch, run.loss_fn)
-        if run.mesh.counts_labels:
+        loss = forward_only(run.parts, run.mesh, batch, run.loss_fn)
+        if loss is not None and run.mesh.counts_loss:
             sums[0] += loss
+        if run.mesh.counts_labels:
             sums[1] += (batch.labels != IGNORE).sum()
     dist.all_reduce(sums)
     return (sums[0] / sums[1]).item()

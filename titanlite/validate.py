@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from titanlite.config import Config
-from titanlite.models import get_args, get_family
+from titanlite.models import get_args, get_family, get_model
+from titanlite.parallel.compat import read_csv_schedule
 from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
+from titanlite.parallel.stages import SPLIT_BACKWARD, check_microbatches, modules_of_stages, stage_ranks
 from titanlite.utils import ConfigError
 
 _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
@@ -19,7 +21,9 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     _check_tensor_parallel(cfg, degrees)
     _check_sequence(cfg, degrees)
     _check_ranges(cfg)
-    global_batch_size(cfg, degrees)
+    rows = global_batch_size(cfg, degrees) // degrees.batch
+    if degrees.pp > 1:
+        _check_pipeline(cfg, rows)
 
     t, ac = cfg.training, cfg.activation_checkpoint
     if _BITS[t.mixed_precision_param] > _BITS[t.dtype]:
@@ -135,6 +139,63 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
             f"and fit the {kv_heads} key-value heads of a tensor-parallel rank: use one of {legal}, or method 'allgather'",
             "parallelism.context_parallel_degree",
             "parallelism.context_parallel_method",
+        )
+
+
+def _check_pipeline(cfg: Config, rows: int) -> None:
+    p = cfg.parallelism
+    schedule_key, csv_key = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
+    plan, model = get_family(cfg.model).PLAN, get_model(cfg.model, torch.float32)
+    blocks = list(plan.blocks_of(model))
+    if p.pipeline_parallel_schedule_csv:
+        key, splits_backward = csv_key, False
+        try:
+            actions, ranks, microbatches, splits_backward = read_csv_schedule(p.pipeline_parallel_schedule_csv)
+        except (OSError, ValueError, RuntimeError) as e:
+            raise ConfigError(
+                f"{csv_key}={p.pipeline_parallel_schedule_csv!r} is not a schedule: {e} (a line a rank, cells like 0F1: stage 0, forward F "
+                f"or backward B, or I and W, microbatch 1)",
+                csv_key,
+            ) from e
+        if len(actions) != p.pipeline_parallel_degree:
+            raise ConfigError(
+                f"{csv_key}={p.pipeline_parallel_schedule_csv!r} has {len(actions)} ranks: set "
+                f"parallelism.pipeline_parallel_degree={len(actions)}, it is {p.pipeline_parallel_degree}",
+                csv_key,
+                "parallelism.pipeline_parallel_degree",
+            )
+        size = p.pipeline_parallel_microbatch_size
+        if size < 1 or rows != microbatches * size:
+            raise ConfigError(
+                f"{csv_key}={p.pipeline_parallel_schedule_csv!r} has {microbatches} microbatches, of "
+                f"parallelism.pipeline_parallel_microbatch_size={size} rows each: training.local_batch_size must give a rank "
+                f"{microbatches * size} rows a step, it gives {rows}",
+                csv_key,
+                "training.local_batch_size",
+                "parallelism.pipeline_parallel_microbatch_size",
+            )
+    else:
+        key, splits_backward = schedule_key, p.pipeline_parallel_schedule in SPLIT_BACKWARD
+        ranks = stage_ranks(p, len(blocks))
+        check_microbatches(p, rows, len(ranks))
+    modules_of_stages(list(plan.first), blocks, list(plan.last), p, len(ranks))
+    if not splits_backward:
+        return
+    value = f"{key}={getattr(p, key.rsplit('.')[-1])!r} makes gradients of inputs and weights at two times"
+    if p.fsdp_reshard_after_forward == "always":
+        raise ConfigError(
+            f"{value}, between which parameters must stay gathered: use parallelism.fsdp_reshard_after_forward='never' or 'default'",
+            key,
+            "parallelism.fsdp_reshard_after_forward",
+        )
+    if cfg.compile.enable and "model" in cfg.compile.components:
+        raise ConfigError(f"{value}, which compiled blocks cannot: use compile.enable=false, or a schedule like 'Interleaved1F1B'", key, "compile.enable")
+    if cfg.activation_checkpoint.mode != "none" and not p.pipeline_parallel_force_recompute:
+        raise ConfigError(
+            f"{value}: with activation_checkpoint.mode={cfg.activation_checkpoint.mode!r} blocks would be computed again several times over; "
+            f"use 'none', or parallelism.pipeline_parallel_force_recompute=true to do so all the same",
+            key,
+            "activation_checkpoint.mode",
         )
 
 

@@ -1,5 +1,6 @@
 """Every private PyTorch API in use, in one place."""
 
+import csv
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,3 +15,36 @@ def unflatten(mesh: DeviceMesh, names: tuple[str, ...], sizes: tuple[int, ...]) 
 def set_timeout(timeout_s: int, group: dist.ProcessGroup) -> None:
     """Bounds every later collective of the group."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def read_csv_schedule(path: str) -> tuple[dict[int, list], tuple[int, ...], int, bool]:
+    """(rank -> actions, rank of each stage, microbatches, whether a backward is split in two) of a pipeline schedule in
+    PyTorch's CSV format: a line a rank, cells like 0F1 (stage 0, forward, microbatch 1), B, I, W. Raises ValueError if it is none.
+    """
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    with open(path, newline="") as file:
+        lines = list(csv.reader(file))
+    actions = {rank: [torch_schedules._Action.from_str(cell.strip()) for cell in line] for rank, line in enumerate(lines)}
+    flat = [a for line in actions.values() for cell in line if cell is not None for a in (cell.sub_actions or (cell,))]
+    if not flat:
+        raise ValueError("it has no action")
+    n_stages = 1 + max(a.stage_index for a in flat)
+    n_microbatches = 1 + max(a.microbatch_index if a.microbatch_index is not None else -1 for a in flat)
+    try:
+        ranks = torch_schedules._validate_schedule(actions, len(actions), n_stages, n_microbatches)
+        order = {rank: torch_schedules._add_reduce_grad(torch_schedules._add_unshard_reshard(line), n_microbatches) for rank, line in actions.items()}
+        torch_schedules._add_send_recv(order, stage_to_rank=lambda stage: ranks[stage], num_stages=n_stages)  # finds deadlocks
+    except (AssertionError, KeyError) as e:
+        raise ValueError(str(e).strip().splitlines()[0] if str(e) else repr(e)) from e
+    split = any(a.computation_type in (torch_schedules.BACKWARD_INPUT, torch_schedules.BACKWARD_WEIGHT) for a in flat)
+    return actions, tuple(ranks[stage] for stage in range(n_stages)), n_microbatches, split
+
+
+def csv_schedule(path: str, stages: list, n_microbatches: int, **options: object) -> object:
+    """What runs the schedule of a CSV file."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, n_microbatches, **options)
+    schedule._load_csv(path)
+    return schedule

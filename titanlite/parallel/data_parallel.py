@@ -40,12 +40,12 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
         if training.enable_cpu_offload
         else OffloadPolicy(),
     }
-    reshard = degrees.fsdp > 1 and cfg.data_parallel_sharding == "zero3" and cfg.fsdp_reshard_after_forward != "never"
+    reshard = cfg.fsdp_reshard_after_forward == "always" or cfg.fsdp_reshard_after_forward == "default" and degrees.pp == 1
+    reshard &= degrees.fsdp > 1 and cfg.data_parallel_sharding == "zero3"
     for block in plan.blocks_of(part).values():
         fully_shard(block, reshard_after_forward=reshard, **options)
 
-    first = [m for name in plan.first if (m := part.get_submodule(name)) is not None]
-    last = [m for name in plan.last if (m := part.get_submodule(name)) is not None]
+    first, last = plan.first_of(part), plan.last_of(part)
     # Backward needs the last modules at once, so they stay gathered; tied parameters must lie in one group.
     groups = [(first, reshard), (last, reshard and cfg.fsdp_reshard_after_forward == "always")]
     if any(is_tied(part, *pair) for pair in plan.tied):

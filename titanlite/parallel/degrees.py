@@ -31,9 +31,10 @@ class Degrees:
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
 
 
-_UNSUPPORTED = ("pipeline_parallel_degree", "expert_parallel_degree", "expert_tensor_parallel_degree")
-_REPLICATE, _SHARD, _CP, _TP = (
-    f"parallelism.{name}_degree" for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
+_UNSUPPORTED = ("expert_parallel_degree", "expert_tensor_parallel_degree")
+_PP, _REPLICATE, _SHARD, _CP, _TP = (
+    f"parallelism.{name}_degree"
+    for name in ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
 )
 
 
@@ -45,7 +46,12 @@ def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
             raise ConfigError(f"{key}={getattr(cfg, name)} on world size {world_size}: this version has 1 only", key)
 
     shard = cfg.data_parallel_shard_degree
-    others = {_REPLICATE: cfg.data_parallel_replicate_degree, _CP: cfg.context_parallel_degree, _TP: cfg.tensor_parallel_degree}
+    others = {
+        _PP: cfg.pipeline_parallel_degree,
+        _REPLICATE: cfg.data_parallel_replicate_degree,
+        _CP: cfg.context_parallel_degree,
+        _TP: cfg.tensor_parallel_degree,
+    }
     for key, degree in others.items():
         if degree < 1:
             raise ConfigError(f"{key}={degree} must be at least 1", key)
@@ -67,7 +73,7 @@ def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
             *others,
             _SHARD,
         )
-    return Degrees(pp=1, dp_replicate=others[_REPLICATE], dp_shard=shard, cp=others[_CP], tp=others[_TP])
+    return Degrees(pp=others[_PP], dp_replicate=others[_REPLICATE], dp_shard=shard, cp=others[_CP], tp=others[_TP])
 
 
 def divisors(n: int) -> list[int]:

@@ -47,9 +47,18 @@ class Mesh:
         return self.data.get_local_rank("batch")
 
     @property
+    def pp_rank(self) -> int:
+        return self.data.get_local_rank("pp")
+
+    @property
+    def counts_loss(self) -> bool:
+        """One rank among those that compute the same loss; without the last pipeline stage it has none to count."""
+        return self.data.get_local_rank("tp") == 0
+
+    @property
     def counts_labels(self) -> bool:
         """One rank among those that hold the same labels."""
-        return self.data.get_local_rank("tp") == 0 and self.data.get_local_rank("pp") == 0
+        return self.counts_loss and self.pp_rank == 0
 
 
 def init_distributed(comm: Comm, *, store: dist.Store | None = None) -> torch.device:

@@ -11,6 +11,7 @@ from titanlite.parallel.compile import apply_recompute_and_compile
 from titanlite.parallel.context import apply_cp
 from titanlite.parallel.data_parallel import apply_data_parallel
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.pipeline import apply_pp, copies
 from titanlite.parallel.plan import ParallelPlan, check_plan, is_tied, tie
 from titanlite.parallel.tensor import apply_tp
 
@@ -21,7 +22,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: ParallelPlan, config: Config
     Returns this rank's pipeline stages (one without pipeline parallel), still on meta: `materialize` gives them storage.
     """
     check_plan(model, plan)
-    parts = [model]
+    parts = apply_pp(model, mesh, plan, config.parallelism, config.training)
     for part in parts:
         apply_tp(part, mesh, plan, config.parallelism)
         apply_cp(part, mesh, plan, config.parallelism)
@@ -36,12 +37,14 @@ def materialize(parts: list[nn.Module], mesh: Mesh, plan: ParallelPlan, config: 
     Each parameter is made whole in fp32 and cut to this rank's shard, so every layout starts bit-equal on one kind of
     device and the largest temporary is one parameter.
     """
+    canonical = copies(parts)
     for part in parts:
         allocate(part, plan, torch.device("cpu") if config.training.enable_cpu_offload else mesh.device)
         with torch.no_grad():
             for name, parameter in part.named_parameters():
                 full = torch.empty(parameter.shape, dtype=torch.float32, device=mesh.device)
-                part.init_parameter(name, full, _generator(config.debug.seed, name, mesh.device))
+                origin = canonical.get(name, name)  # a tied parameter's copy in another stage starts as it does
+                part.init_parameter(origin, full, _generator(config.debug.seed, origin, mesh.device))
                 if isinstance(parameter, DTensor):
                     # Every rank holds the same `full`: cut, don't communicate (DTensor's own random draws repeat on CPU).
                     full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

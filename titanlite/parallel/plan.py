@@ -34,6 +34,14 @@ class ParallelPlan:
         """Name -> block, of those that this part holds."""
         return matching(part, self.blocks)
 
+    def first_of(self, part: nn.Module) -> list[nn.Module]:
+        """Those modules of `first` that this part holds."""
+        return [m for name in self.first for m in matching(part, name).values()]
+
+    def last_of(self, part: nn.Module) -> list[nn.Module]:
+        """Those modules of `last` that this part holds."""
+        return [m for name in self.last for m in matching(part, name).values()]
+
 
 def matching(part: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Name -> module, of this part's modules that the pattern names."""

@@ -19,6 +19,7 @@ from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config, override
 from titanlite.models import get_args, get_family
 from titanlite.parallel.context import sequence_index
+from titanlite.parallel.pipeline import copies
 from titanlite.trainer import Run, join, place, setup, train_step
 from titanlite.verify.gang import Gang, RankFailed
 from titanlite.verify.layouts import ACCUMULATE, ROWS, SEQ_LEN, STEPS, Layout, base_config
@@ -84,10 +85,11 @@ def _judge(layout: Layout, gang: Gang, reference: Path, plant: str | None) -> Ve
         last_line = str(failure).strip().splitlines()[-1]
         return Verdict(layout.text, "failed", "", np.inf, 0.0, f"it fails: {last_line}")
     tolerances = torch.load(reference, weights_only=False)["tolerances"]
+    stage_size = layout.world_size // layout.cfg.parallelism.pipeline_parallel_degree
     worst, first = ("", "", 0.0), ""
     for kind in KINDS:
-        names = errors_by_rank[0][kind]
-        errors = {name: max(errors[kind][name] for errors in errors_by_rank) for name in names}
+        names = dict.fromkeys(name for errors in errors_by_rank for name in errors[kind])
+        errors = {name: _over_ranks([errors[kind].get(name) for errors in errors_by_rank], stage_size) for name in names}
         # Backward goes through the model from the end: the last parameter that differs is the first that went wrong.
         order = list(reversed(errors)) if kind == "gradient" else list(errors)
         wrong = [name for name in order if not errors[name] <= tolerances[kind]]
@@ -98,6 +100,14 @@ def _judge(layout: Layout, gang: Gang, reference: Path, plant: str | None) -> Ve
             worst = (kind, name, errors[name])
     kind, name, error = worst
     return Verdict(layout.text, kind, name, error, tolerances[kind], first)
+
+
+def _over_ranks(errors: list[float | None], stage_size: int) -> float:
+    """The largest; infinite where not all ranks of some pipeline stages, and only those, have the tensor."""
+    stages = [errors[i : i + stage_size] for i in range(0, len(errors), stage_size)]
+    stages = [stage for stage in stages if set(stage) != {None}]
+    found = [error for stage in stages for error in stage]
+    return max(found) if found and None not in found else np.inf
 
 
 def _save_reference(layout: Layout, path: Path) -> None:
@@ -120,23 +130,24 @@ def plain(cfg: Config) -> Config:
     return override(base, same | {"training.local_batch_size": ROWS // ACCUMULATE})
 
 
-def _compare(cfg: Config, reference: Path, plant: str | None) -> dict[str, dict[str, float]]:
-    """kind -> name -> relative error on this rank; infinite where something is missing."""
+def _compare(cfg: Config, reference: Path, plant: str | None) -> dict[str, dict[str, float | None]]:
+    """kind -> name -> relative error on this rank; None where it does not have the tensor."""
     with planted(plant):
         ours = observe(cfg)
     expected = torch.load(reference, weights_only=False)["values"]
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[str, dict[str, float | None]] = {}
     for kind in KINDS:
-        errors[kind] = {
-            name: _error(ours[kind].get(name), value[ours["slices"][name]] if kind == "output" else value)
-            for name, value in expected[kind].items()
-            if not (kind == "output" and name in ours["skipped"])
-        }
+        errors[kind] = dict.fromkeys(name for name in expected[kind] if not (kind == "output" and name in ours["skipped"]))
+        for name, value in ours[kind].items():
+            reference_value = expected[kind].get(ours["copies"].get(name, name))
+            if kind == "output" and reference_value is not None:
+                reference_value = reference_value[ours["slices"][name]]
+            errors[kind][name] = _error(value, reference_value)
     return errors
 
 
-def _error(ours: np.ndarray | None, expected: np.ndarray) -> float:
-    if ours is None or ours.shape != expected.shape:
+def _error(ours: np.ndarray, expected: np.ndarray | None) -> float:
+    if expected is None or ours.shape != expected.shape:
         return np.inf
     return float(np.abs(ours - expected).max() / max(np.abs(expected).max(), np.finfo(np.float64).tiny))
 
@@ -156,6 +167,7 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
     whole_rows = _microbatches(run)
     microbatches = [place(run, batch) for batch in whole_rows]
     values: Values = {kind: {} for kind in (*KINDS, "slices")}
+    values["copies"] = copies(run.parts)
     values["skipped"] = {get_family(cfg.model).PLAN.head} if cfg.training.loss_chunk_tokens else set()
     # Before the steps, which it must not disturb.
     values["validation"]["loss"] = np.array(trainer.validation_loss(run, iter(whole_rows)))

@@ -5,7 +5,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
+from titanlite import config
 from titanlite.config import Config, override
 from titanlite.utils import ConfigError, nearest
 
@@ -44,6 +46,7 @@ def _recompute(mode: str) -> dict:
     return {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": mode}
 
 
+_SCHEDULES = get_args(config.KEYS["parallelism.pipeline_parallel_schedule"])
 _N = r"[1-9]\d*"
 # key -> (what its value looks like, in words, the configuration it stands for)
 KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
@@ -53,6 +56,8 @@ KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
     "fsdp": (_N, "a number of ranks", _sharded("zero3")),
     "hsdp": (rf"{_N}x{_N}", "REPLICATExSHARD, e.g. 2x2", _hsdp),
     "tp": (_N, "a number of ranks", lambda n: _degrees(tensor_parallel=int(n))),
+    "pp": (_N, "a number of ranks", lambda n: _degrees(pipeline_parallel=int(n))),
+    "schedule": ("|".join(_SCHEDULES), f"one of {', '.join(_SCHEDULES)}", lambda v: {"parallelism.pipeline_parallel_schedule": v}),
     "cp": (_N, "a number of ranks", lambda n: _degrees(context_parallel=int(n))),
     "method": ("allgather|ring|ulysses", "allgather, ring or ulysses", lambda v: {"parallelism.context_parallel_method": v}),
     "balance": ("headtail|none", "headtail or none", lambda v: {"parallelism.context_parallel_load_balancer": v}),
@@ -95,7 +100,9 @@ def parse_layout(text: str, cfg: Config) -> Layout:
             f"the {ROWS} rows that are compared"
         )
     values["training.local_batch_size"] = ROWS // microbatches
-    world_size = batch_ranks * math.prod(values.get(f"parallelism.{axis}_parallel_degree", 1) for axis in ("context", "tensor"))
+    if "accumulate" in given:
+        values["parallelism.pipeline_parallel_microbatch_size"] = ROWS // microbatches
+    world_size = batch_ranks * math.prod(values.get(f"parallelism.{axis}_parallel_degree", 1) for axis in ("pipeline", "context", "tensor"))
     return Layout(text, world_size, override(cfg, values))
 
 
