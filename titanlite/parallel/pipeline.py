@@ -225,12 +225,12 @@ def _add_tied_gradients(parts: list[nn.Module], mesh: Mesh) -> None:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    grad = parameter.grad
-    assert grad is not None, "a tied parameter got no gradient"
-    if isinstance(grad, DTensor):
-        assert grad.placements == parameter.placements, f"{grad.placements} of a tied gradient, {parameter.placements} of its parameter"
-        return grad.to_local()
-    return grad
+    assert parameter.grad is not None, "a tied parameter got no gradient"
+    if not isinstance(parameter.grad, DTensor):
+        return parameter.grad
+    if parameter.grad.placements != parameter.placements:  # under tensor parallel without FSDP
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return parameter.grad.to_local()
 
 
 def copies(parts: list[nn.Module]) -> dict[str, str]:
