@@ -132,6 +132,6 @@ def test_steps_after_a_schedule_that_ends_at_rate_0_are_refused_and_after_anothe
         validate(with_values(training__steps=12, **{f"lr_scheduler__{key}": value for key, value in options.items()}), 1)
 
 
-@pytest.mark.parametrize("key", ["pipeline_parallel_degree", "expert_parallel_degree"])
+@pytest.mark.parametrize("key", ["expert_parallel_degree", "expert_tensor_parallel_degree"])
 def test_a_pass_that_is_not_there_yet_is_refused_by_name(key):
     assert str(mistake(2, **{f"parallelism__{key}": 2})).startswith(f"parallelism.{key}=2 on world size 2: ")

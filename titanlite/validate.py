@@ -1,11 +1,12 @@
 """Rejects every illegal combination before any device work, with the key, the arithmetic and the nearest legal values."""
 
+import functools
 import math
 from typing import Any
 
 import torch
 
-from titanlite.config import Config
+from titanlite.config import Config, Model
 from titanlite.models import get_args, get_family, get_model
 from titanlite.parallel.compat import read_csv_schedule
 from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
@@ -142,11 +143,15 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
         )
 
 
+@functools.cache
+def _blocks(cfg: Model) -> list[str]:
+    return list(get_family(cfg).PLAN.blocks_of(get_model(cfg, torch.float32)))
+
+
 def _check_pipeline(cfg: Config, rows: int) -> None:
     p = cfg.parallelism
     schedule_key, csv_key = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
-    plan, model = get_family(cfg.model).PLAN, get_model(cfg.model, torch.float32)
-    blocks = list(plan.blocks_of(model))
+    plan, blocks = get_family(cfg.model).PLAN, _blocks(cfg.model)
     if p.pipeline_parallel_schedule_csv:
         key, splits_backward = csv_key, False
         try:
@@ -223,7 +228,8 @@ _AT_LEAST = {
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
-    "model.vocab_size": 2, "debug.seed": 0,
+    "model.vocab_size": 2, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 0, "parallelism.pipeline_parallel_last_stage_less_layers": 0,
 }  # fmt: skip
 
 

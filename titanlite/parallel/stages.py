@@ -1,7 +1,5 @@
 """The arithmetic of pipeline stages: which rank has which, and which modules lie in each. No torch."""
 
-import math
-
 from titanlite.config import Parallelism
 from titanlite.utils import ConfigError, nearest
 
@@ -25,12 +23,13 @@ def stage_ranks(cfg: Parallelism, n_blocks: int) -> tuple[int, ...]:
     wanted = "one stage" if schedule in ONE_STAGE else "two stages" if schedule in V_SHAPED else "two stages or more, equally many,"
     legal = [pp] if schedule in ONE_STAGE else [2 * pp] if schedule in V_SHAPED else [k * pp for k in range(2, max(n // pp, 2) + 2)]
     if n not in legal:
-        fitting = "" if not layers else ", ".join(
-            str(k) for k in range(1, _places(cfg, n_blocks) + 1) if -(-_places(cfg, n_blocks) // k) in (legal or [k])
-        )
-        hint = f"; use {_KEY}layers_per_stage={fitting}" if fitting else f": make it {' or '.join(map(str, legal))}"
+        fix = f"make it {' or '.join(map(str, legal))}"
+        if layers and not cfg.module_fqns_per_model_part:
+            places = _places(cfg, n_blocks)
+            fitting = ", ".join(str(k) for k in range(1, places + 1) if -(-places // k) in legal)
+            fix = f"use {fitting}, or leave it out" if fitting else "leave it out"
         raise ConfigError(
-            f"{said} makes {n} stages, {_KEY}schedule={schedule!r} on {_KEY}degree={pp} ranks takes {wanted} a rank{hint}",
+            f"{said} makes {n} stages, {_KEY}schedule={schedule!r} on {_KEY}degree={pp} ranks takes {wanted} a rank: {fix}",
             said.split("=")[0],
             f"{_KEY}schedule",
             f"{_KEY}degree",
@@ -47,13 +46,9 @@ def _places(cfg: Parallelism, n_blocks: int) -> int:
 
 def blocks_a_stage(cfg: Parallelism, n_blocks: int, n_stages: int) -> list[int]:
     """How many blocks each stage has: as equal as can be, less on the first and last. Raises ConfigError if one is left without."""
-    first, last = cfg.pipeline_parallel_first_stage_less_layers, cfg.pipeline_parallel_last_stage_less_layers
-    places = _places(cfg, n_blocks)
-    each, more = divmod(places, n_stages)
-    counts = [each + (stage < more) for stage in range(n_stages)]
-    counts[0] -= first
-    counts[-1] -= last
-    if min(counts) < 0 or not all(counts[1:-1]):
+    counts = _counts(cfg, n_blocks, n_stages)
+    if counts is None:
+        first, last = cfg.pipeline_parallel_first_stage_less_layers, cfg.pipeline_parallel_last_stage_less_layers
         raise ConfigError(
             f"{n_blocks} blocks and {first} + {last} that the first and last stage have less ({_KEY}first_stage_less_layers, "
             f"{_KEY}last_stage_less_layers) do not fill {n_stages} stages: use at most {most_stages(cfg, n_blocks)} stages "
@@ -68,8 +63,15 @@ def blocks_a_stage(cfg: Parallelism, n_blocks: int, n_stages: int) -> list[int]:
 
 def most_stages(cfg: Parallelism, n_blocks: int) -> int:
     """The largest number of stages that `blocks_a_stage` can fill."""
-    heaviest = max(cfg.pipeline_parallel_first_stage_less_layers, cfg.pipeline_parallel_last_stage_less_layers, 1)
-    return max(1, min(_places(cfg, n_blocks) // heaviest, n_blocks + 2))
+    return max(n for n in range(1, n_blocks + 3) if _counts(cfg, n_blocks, n))
+
+
+def _counts(cfg: Parallelism, n_blocks: int, n_stages: int) -> list[int] | None:
+    each, more = divmod(_places(cfg, n_blocks), n_stages)
+    counts = [each + (stage < more) for stage in range(n_stages)]
+    counts[0] -= cfg.pipeline_parallel_first_stage_less_layers
+    counts[-1] -= cfg.pipeline_parallel_last_stage_less_layers
+    return counts if min(counts) >= 0 and all(counts[1:-1]) else None
 
 
 def modules_of_stages(first: list[str], blocks: list[str], last: list[str], cfg: Parallelism, n_stages: int) -> list[set[str]]:
@@ -90,7 +92,7 @@ def modules_of_stages(first: list[str], blocks: list[str], last: list[str], cfg:
     if given != whole:
         wrong = next((a, b) for a, b in zip([*given, None], [*whole, None]) if a != b)
         raise ConfigError(
-            f"{key} must name every module once and in the order in which they run: where {wrong[0]!r} stands, {wrong[1]!r} is expected", key
+            f"{key} must name every module once and in the order in which they run: where {_said(wrong[0])} stands, {_said(wrong[1])} is expected", key
         )
     return [set(names) for names in cfg.module_fqns_per_model_part]
 
@@ -118,3 +120,7 @@ def check_microbatches(cfg: Parallelism, rows: int, n_stages: int) -> None:
             f"divide by {rounds}; use {' or '.join(map(str, fitting))} (training.global_batch_size)",
             *keys,
         )
+
+
+def _said(name: str | None) -> str:
+    return "the end" if name is None else repr(name)

@@ -9,7 +9,7 @@ from titanlite.config import Config
 from titanlite.utils import ConfigError
 from titanlite.validate import validate
 from titanlite.verify.compare import verify
-from titanlite.verify.layouts import Layout, all_layouts, base_config, default_layouts, parse_layout
+from titanlite.verify.layouts import Layout, base_config, covering_layouts, parse_layout
 from titanlite.verify.mutants import MUTANTS, find_mutant
 
 RANKS_PER_CORE = 8
@@ -25,7 +25,7 @@ def verify_command(cfg: Config, texts: list[str] | None, *, full: bool, plant: s
         texts = [find_mutant(plant).layout]
     base = base_config(cfg)
     if texts is None:
-        texts = (all_layouts if full else default_layouts)(lambda text: is_legal(parse_layout(text, base)))
+        texts = covering_layouts(3 if full else 2, lambda text: not text or is_legal(parse_layout(text, base)))
     layouts = [check_layout(parse_layout(text, base)) for text in texts]
     began, differ = time.monotonic(), 0
     for verdict in verify(layouts, plant=plant):

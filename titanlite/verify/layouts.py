@@ -1,9 +1,10 @@
 """Layouts as short texts, `hsdp=2x2,tp=2,recompute=full`, and sets of them that take every pair of choices."""
 
+import functools
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -136,9 +137,10 @@ def base_config(cfg: Config) -> Config:
     )
 
 
-# What the default set chooses from, one of each line.
+# What the sets choose from, one of each line; empty: without.
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("", "replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2"),
+    ("", "pp=2", *(f"pp=2,schedule={name}" for name in _SCHEDULES if name != "1F1B")),
     ("", "tp=2"),
     ("", "cp=2", "cp=2,method=ring", "cp=2,method=ulysses"),
     ("", "reshard=never", "reshard=always"),
@@ -151,24 +153,35 @@ CHOICES: tuple[tuple[str, ...], ...] = (
 )
 
 
-def default_layouts(legal: Callable[[str], bool]) -> list[str]:
-    """Each choice alone, then a greedy cover of all pairs of choices (absence is one) by layouts that are `legal`."""
-    singles = [choice for choices in CHOICES for choice in choices if choice and legal(choice)]
-    everything = [c for c in itertools.product(*CHOICES) if any(c) and legal(_text(c))]
-    pairs = {c: set(itertools.combinations(enumerate(c), 2)) for c in everything}
-    wanted = set().union(*pairs.values())
-    layouts = list(singles)
-    while wanted:
-        best = max(everything, key=lambda c: len(pairs[c] & wanted))
-        layouts.append(_text(best))
-        wanted -= pairs[best]
-    return list(dict.fromkeys(layouts))
+def covering_layouts(strength: int, legal: Callable[[str], bool]) -> list[str]:
+    """Each choice alone, then layouts that between them hold every legal combination of `strength` choices (absence is one).
+
+    Each is grown from a combination that is still missing by the choices that bring in the most others.
+    """
+    legal = functools.cache(legal)
+    missing = {
+        combination: None
+        for lines in itertools.combinations(range(len(CHOICES)), strength)
+        for combination in itertools.product(*([(line, choice) for choice in CHOICES[line]] for line in lines))
+        if legal(_text(combination))
+    }
+    layouts = [choice for choices in CHOICES for choice in choices if choice and legal(choice)]
+    while missing:
+        chosen = list(next(iter(missing)))
+        for line in set(range(len(CHOICES))) - {line for line, _ in chosen}:
+            options = [(line, choice) for choice in CHOICES[line] if legal(_text((*chosen, (line, choice))))]
+            chosen.append(max(options, key=lambda option: len(missing.keys() & _combinations(chosen, option, strength))))
+        layouts.append(_text(chosen))
+        for last in range(strength, len(chosen) + 1):
+            for combination in _combinations(chosen[: last - 1], chosen[last - 1], strength):
+                missing.pop(combination, None)
+    return list(dict.fromkeys(layout for layout in layouts if layout))
 
 
-def all_layouts(legal: Callable[[str], bool]) -> list[str]:
-    """Every legal combination of choices."""
-    return [text for text in map(_text, itertools.product(*CHOICES)) if text and legal(text)]
+def _combinations(chosen: Sequence[tuple[int, str]], option: tuple[int, str], strength: int) -> set[tuple]:
+    """Those of `strength` choices that hold `option`, each in the order of lines."""
+    return {tuple(sorted((*some, option))) for some in itertools.combinations(chosen, strength - 1)}
 
 
-def _text(combination: tuple[str, ...]) -> str:
-    return ",".join(filter(None, combination))
+def _text(combination: Sequence[tuple[int, str]]) -> str:
+    return ",".join(choice for _, choice in sorted(combination) if choice)

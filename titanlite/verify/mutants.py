@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite import losses, trainer
 from titanlite.batch import IGNORE, Batch
-from titanlite.parallel import context, parallelize, tensor
+from titanlite.parallel import context, data_parallel, parallelize, pipeline, tensor
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, nearest
 
@@ -97,6 +97,39 @@ def _local(change: Callable[[Batch, Batch], Batch]) -> Callable[[], contextlib.A
 
 def _first_of(whole: Tensor, part: Tensor) -> Tensor:
     return whole[:, : part.shape[1]]
+
+
+def _scaling_schedule(*args: Any) -> Any:
+    schedule = build_schedule(*args)
+    schedule.scale_grads = True
+    return schedule
+
+
+build_schedule = pipeline._build_schedule
+
+
+def _norm_of_the_first_stage(parameters: Iterator[nn.Parameter], stage_size: int) -> Tensor:
+    return local_square_sum(parameters, stage_size) * (dist.get_rank() < stage_size)
+
+
+local_square_sum = trainer.local_square_sum
+
+
+def _resharded(modules: Any, *, reshard_after_forward: bool, **options: Any) -> Any:
+    return fully_shard(modules, reshard_after_forward=True, **options)
+
+
+fully_shard = data_parallel.fully_shard
+
+
+def _joined(change: Callable[[Batch], Batch]) -> Callable[[], contextlib.AbstractContextManager]:
+    """`change(rows)` on what a pipeline's stages get of a step's rows."""
+    original = pipeline._joined
+    return _replaced(pipeline, "_joined", lambda microbatches: change(original(microbatches)))
+
+
+def _all_like_the_first_row(rows: Tensor) -> Tensor:
+    return rows[:1].expand_as(rows).contiguous()
 
 
 def _compiled_in_a_wrapper(part: nn.Module, plan: Any, ac: Any, cfg: Any) -> None:
@@ -221,12 +254,55 @@ MUTANTS: dict[str, Mutant] = {
         "context parallel gathers the head dimension instead of the sequence (torchtitan 3206): here it cannot even run",
         "cp=2", "", _replaced(context, "_over", lambda cp, part, dim: DTensor.from_local(part, cp, [Shard(2)])),
     ),
+    "pipeline_scales_gradients": Mutant(
+        "a pipeline schedule divides gradients by its number of microbatches (torchtitan 1733)",
+        "pp=2", "gradient output.weight", _replaced(pipeline, "_build_schedule", _scaling_schedule),
+    ),
+    "norm_of_the_first_stage": Mutant(
+        "the gradient norm leaves out the other pipeline stages (torchtitan 596, 649)",
+        "pp=2", "grad_norm step 1", _replaced(trainer, "local_square_sum", _norm_of_the_first_stage),
+    ),
+    "loss_of_the_first_stage": Mutant(
+        "the loss is taken from ranks that do not have the last pipeline stage (torchtitan 550)",
+        "pp=2", "loss step 1", _replaced(Mesh, "counts_loss", property(lambda mesh: mesh.data.get_local_rank("tp") == 0 and mesh.pp_rank == 0)),
+    ),
+    "zero_bubble_with_reshard": Mutant(
+        "parameters are dropped between the two halves of a split backward (PyTorch: gradients go missing in silence)",
+        "fsdp=2,pp=2,schedule=ZBVZeroBubble", "gradient", _replaced(data_parallel, "fully_shard", _resharded),
+    ),
+    "tied_gradients_of_one_stage": Mutant(
+        "embedding and head lie in two stages, and each keeps its own gradient",
+        "pp=2,tied=true", "gradient output.weight", _replaced(pipeline, "_add_tied_gradients", lambda parts, mesh: None),
+    ),
+    "tied_copies_start_apart": Mutant(
+        "the head's copy of the embedding starts with values of its own",
+        "pp=2,tied=true", "output output", _replaced(parallelize, "copies", lambda parts: {}),
+    ),
+    "tied_gradient_counted_twice": Mutant(
+        "the gradient norm counts both copies of a tied parameter",
+        "pp=2,tied=true", "grad_norm step 1", _replaced(trainer, "copies", lambda parts: {}),
+    ),
+    "positions_of_another_microbatch": Mutant(
+        "positions do not travel with their microbatch through the pipeline",
+        "pp=2", "output layers.0", _joined(lambda rows: rows._replace(positions=_all_like_the_first_row(rows.positions))),
+    ),
+    "documents_of_another_microbatch": Mutant(
+        "document masks do not travel with their microbatch through the pipeline",
+        "pp=2,schedule=ZBVZeroBubble", "output layers.0", _joined(lambda rows: rows._replace(documents=_all_like_the_first_row(rows.documents))),
+    ),
+    "labels_of_another_microbatch": Mutant(
+        "the last stage takes the labels of another microbatch than its output's",
+        "pp=2,schedule=DualPipeV", "loss step 1", _replaced(pipeline, "_split", lambda rows, size: split(rows, size)[::-1]),
+    ),
     "labels_of_one_context_rank_counted": Mutant(
         "the label count leaves out the other parts of the sequence (torchtitan 3329)",
         "cp=2,tp=2", "loss step 1",
         _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n / 2)),
     ),
 }  # fmt: skip
+
+
+split = pipeline._split
 
 
 def all_reduce_off(module: FSDPModule, set_all_reduce: Callable = FSDPModule.set_requires_all_reduce) -> None:
