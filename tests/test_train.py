@@ -13,6 +13,7 @@ import titanlite.train
 from titanlite.checkpoint.lock import RunLock
 from titanlite.checkpoint.store import list_steps
 from titanlite.config import load_config
+from titanlite.generate import generate, load_run
 from titanlite.utils import ConfigError
 from titanlite.verify.gang import Gang
 
@@ -202,6 +203,28 @@ def test_a_run_goes_on_with_the_same_rows_on_another_number_of_ranks(train, befo
     for ours, expected in zip(steps(train.folder / "two"), steps(train.folder / "one"), strict=True):
         assert ours[:1] + ours[3:] == expected[:1] + expected[3:]
         assert ours[1:3] == pytest.approx(expected[1:3], rel=1e-10)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_with_tied_embeddings_goes_on_on_one_rank_and_back_and_its_checkpoint_generates(train, schedule):
+    """In fp64, as above."""
+    options = ("--training.dtype", "float64", "--training.mixed_precision_param", "float64", "--training.global_batch_size", 4, *VALIDATE)
+    options += ("--training.local_batch_size", 4, "--model.tie_embeddings", "true")
+    pipeline = ("--parallelism.pipeline_parallel_degree", 2, "--parallelism.pipeline_parallel_schedule", schedule)
+    assert train("one", *options, "--training.steps", 9) == 0
+    assert train("two", *options, *pipeline, "--training.steps", 3, ranks=2) == 0
+    assert train("two", *options, "--training.steps", 6) == 0
+    assert train("two", *options, *pipeline, "--training.steps", 9, ranks=2) == 0
+    found = {s[0]: s for s in steps(train.folder / "two")}
+    for expected in steps(train.folder / "one"):
+        ours = found[expected[0]]
+        assert ours[3:5] == expected[3:5]
+        assert ours[1:3] == pytest.approx(expected[1:3], rel=1e-10)
+        if expected[5] is not None:
+            assert ours[5] == pytest.approx(expected[5], rel=1e-10)
+    model, tokenizer, step = load_run(train.folder / "two", None)
+    assert step == 9 and model.output.weight is model.tok_embeddings.weight
+    assert len(list(generate(model, tokenizer.encode_prompt("line"), max_new_tokens=5, end_id=-1))) == 5
 
 
 def test_another_number_of_ranks_without_a_fixed_global_batch_is_refused_with_the_size_to_fix(train, finished):

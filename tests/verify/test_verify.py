@@ -1,12 +1,14 @@
 """`verify` accepts right layouts and refuses planted faults, naming where the two part."""
 
+import itertools
+
 import pytest
 
 from titanlite.config import load_config
 from titanlite.utils import ConfigError
 from titanlite.verify.command import check_layout, verify_command
 from titanlite.verify.compare import verify
-from titanlite.verify.layouts import base_config, default_layouts, parse_layout
+from titanlite.verify.layouts import CHOICES, base_config, covering_layouts, parse_layout
 from titanlite.verify.mutants import MUTANTS, find_mutant
 
 
@@ -17,7 +19,8 @@ def cfg():
 
 def test_layouts_of_every_pass_agree_with_one_rank(cfg):
     texts = ["replicate=2", "zero1=2", "fsdp=2,recompute=op", "tp=2,chunk=50", "fsdp=2,tp=2,tied=true",
-             "cp=2", "cp=2,method=ring", "cp=2,method=ulysses,balance=none", "cp=2,tp=2,method=ring"]  # fmt: skip
+             "cp=2", "cp=2,method=ring", "cp=2,method=ulysses,balance=none", "cp=2,tp=2,method=ring",
+             "pp=2", "pp=2,schedule=Interleaved1F1B,cp=2", "pp=2,schedule=ZBVZeroBubble,fsdp=2,tied=true", "pp=2,tp=2,chunk=50"]  # fmt: skip
     verdicts = list(verify([parse_layout(text, cfg) for text in texts]))
     assert [v.layout for v in verdicts if v.first_difference] == []
     assert {v.layout for v in verdicts} == set(texts)
@@ -49,16 +52,24 @@ def _death():
     os._exit(7)
 
 
-def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
-    texts = [set(filter(None, text.split(","))) for text in default_layouts(lambda text: True)]
-    choices = ["replicate=2", "zero1=2", "zero2=2", "fsdp=2", "hsdp=2x2", "tp=2", "cp=2", "method=ulysses", "recompute=full", "recompute=2",
-               "recompute=op", "reshard=never", "reshard=always", "compile=aot_eager", "chunk=50", "accumulate=4", "tied=true", "offload=true"]  # fmt: skip
-    groups = {"replicate": "dp", "zero1": "dp", "zero2": "dp", "fsdp": "dp", "hsdp": "dp", "method": "cp"}
-    key = lambda choice: groups.get(choice.split("=")[0], choice.split("=")[0])  # noqa: E731
-    for a in choices:
-        assert {a} in texts or a == "method=ulysses" and {a, "cp=2"} in texts
-        for b in choices:
-            assert key(a) == key(b) or any({a, b} <= text for text in texts), (a, b)
+def _chosen(text: str) -> tuple[str, ...]:
+    """What a layout has of each line of choices."""
+    items = {"", *text.split(",")}
+    return tuple(max((choice for choice in line if set(choice.split(",")) <= items), key=len) for line in CHOICES)
+
+
+@pytest.mark.parametrize("strength", [2, 3])
+def test_the_sets_hold_every_choice_alone_and_every_legal_combination(strength):
+    refused = {"pp=2,schedule=ZBVZeroBubble", "compile=aot_eager"}
+    ranks = lambda text: 0 if refused <= {*_chosen(text)} else 2  # noqa: E731
+    layouts = [_chosen(text) for text in covering_layouts(strength, ranks)]
+    assert not any(refused <= {*layout} for layout in layouts)
+    for line in CHOICES:
+        assert all(_chosen(choice) in layouts for choice in line if choice)
+    held = {tuple(pairs) for layout in layouts for pairs in itertools.combinations(enumerate(layout), strength)}
+    for lines in itertools.combinations(range(len(CHOICES)), strength):
+        for combination in itertools.product(*(CHOICES[line] for line in lines)):
+            assert tuple(zip(lines, combination)) in held or refused <= {*combination}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +86,9 @@ def test_the_default_set_takes_every_single_choice_and_every_pair(cfg):
         ("fsdp=4,tp=2", "model.vocab_size=257 must divide by parallelism.tensor_parallel_degree=2 where parameters are sharded "
          "over more than 2 ranks (here 4): use 258"),
         ("cp=32", "training.seq_len=32 must divide by 2 (head and tail) * parallelism.context_parallel_degree=32 = 64: use 64"),
+        ("pp=2,schedule=1f1b", "schedule='1f1b': expected one of GPipe, 1F1B, Interleaved1F1B"),
+        ("pp=8,accumulate=8", "4 blocks and 1 + 1 that the first and last stage have less"),
+        ("pp=4,accumulate=2", "needs at least 4 microbatches a step"),
         ("cp=2,method=ulyses", "method='ulyses': expected allgather, ring or ulysses"),
         ("cp=8,method=ulysses", "it must divide the 4 heads and fit the 2 key-value heads"),
         ("chunk=8,reshard=always", "training.loss_chunk_tokens=8 needs the head's weight"),

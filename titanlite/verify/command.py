@@ -25,7 +25,7 @@ def verify_command(cfg: Config, texts: list[str] | None, *, full: bool, plant: s
         texts = [find_mutant(plant).layout]
     base = base_config(cfg)
     if texts is None:
-        texts = covering_layouts(3 if full else 2, lambda text: not text or is_legal(parse_layout(text, base)))
+        texts = covering_layouts(3 if full else 2, lambda text: legal_ranks(parse_layout(text, base)))
     layouts = [check_layout(parse_layout(text, base)) for text in texts]
     began, differ = time.monotonic(), 0
     for verdict in verify(layouts, plant=plant):
@@ -50,9 +50,9 @@ def check_layout(layout: Layout) -> Layout:
     return layout
 
 
-def is_legal(layout: Layout) -> bool:
+def legal_ranks(layout: Layout) -> int:
+    """The layout's world size, 0 where it is not legal."""
     try:
-        check_layout(layout)
+        return check_layout(layout).world_size
     except ConfigError:
-        return False
-    return True
+        return 0

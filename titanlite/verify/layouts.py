@@ -13,7 +13,7 @@ from titanlite.config import Config, override
 from titanlite.utils import ConfigError, nearest
 
 ROWS, SEQ_LEN, STEPS = 16, 32, 3  # of the batch that is compared
-ACCUMULATE = 2  # microbatches a step, unless the layout says
+ACCUMULATE = 2  # microbatches a step without a pipeline, unless the layout says
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,16 @@ def parse_layout(text: str, cfg: Config) -> Layout:
     for key, value in given.items():
         values |= KEYS[key][2](value)
     batch_ranks = values["parallelism.data_parallel_replicate_degree"] * values["parallelism.data_parallel_shard_degree"]
-    microbatches = batch_ranks * int(given.get("accumulate", ACCUMULATE))
+    # A pipeline of two stages a rank needs as many microbatches.
+    default = 2 * int(given["pp"]) if "pp" in given else ACCUMULATE
+    microbatches = batch_ranks * int(given.get("accumulate", default))
     if ROWS % microbatches:
         raise ConfigError(
             f"layout {text!r}: {batch_ranks} data-parallel ranks * {microbatches // batch_ranks} microbatches must divide "
             f"the {ROWS} rows that are compared"
         )
     values["training.local_batch_size"] = ROWS // microbatches
-    if "accumulate" in given:
-        values["parallelism.pipeline_parallel_microbatch_size"] = ROWS // microbatches
+    values["parallelism.pipeline_parallel_microbatch_size"] = ROWS // microbatches
     world_size = batch_ranks * math.prod(values.get(f"parallelism.{axis}_parallel_degree", 1) for axis in ("pipeline", "context", "tensor"))
     return Layout(text, world_size, override(cfg, values))
 
@@ -153,24 +154,26 @@ CHOICES: tuple[tuple[str, ...], ...] = (
 )
 
 
-def covering_layouts(strength: int, legal: Callable[[str], bool]) -> list[str]:
+def covering_layouts(strength: int, ranks: Callable[[str], int]) -> list[str]:
     """Each choice alone, then layouts that between them hold every legal combination of `strength` choices (absence is one).
 
-    Each is grown from a combination that is still missing by the choices that bring in the most others.
+    `ranks` gives a layout's world size, 0 where it is not legal. Each layout is grown from a combination that is still
+    missing by the choices that bring in the most others; four more ranks must bring in one.
     """
-    legal = functools.cache(legal)
+    ranks = functools.cache(ranks)
     missing = {
         combination: None
         for lines in itertools.combinations(range(len(CHOICES)), strength)
         for combination in itertools.product(*([(line, choice) for choice in CHOICES[line]] for line in lines))
-        if legal(_text(combination))
+        if ranks(_text(combination))
     }
-    layouts = [choice for choices in CHOICES for choice in choices if choice and legal(choice)]
+    layouts = [choice for choices in CHOICES for choice in choices if choice and ranks(choice)]
     while missing:
         chosen = list(next(iter(missing)))
-        for line in set(range(len(CHOICES))) - {line for line, _ in chosen}:
-            options = [(line, choice) for choice in CHOICES[line] if legal(_text((*chosen, (line, choice))))]
-            chosen.append(max(options, key=lambda option: len(missing.keys() & _combinations(chosen, option, strength))))
+        for line in sorted(set(range(len(CHOICES))) - {line for line, _ in chosen}):
+            options = [(line, choice) for choice in CHOICES[line] if ranks(_text((*chosen, (line, choice))))]
+            worth = lambda option: len(missing.keys() & _combinations(chosen, option, strength)) - ranks(_text((*chosen, option))) / 4  # noqa: B023
+            chosen.append(max(options, key=worth))
         layouts.append(_text(chosen))
         for last in range(strength, len(chosen) + 1):
             for combination in _combinations(chosen[: last - 1], chosen[last - 1], strength):
