@@ -128,10 +128,6 @@ def _joined(change: Callable[[Batch], Batch]) -> Callable[[], contextlib.Abstrac
     return _replaced(pipeline, "_joined", lambda microbatches: change(original(microbatches)))
 
 
-def _all_like_the_first_row(rows: Tensor) -> Tensor:
-    return rows[:1].expand_as(rows).contiguous()
-
-
 def _compiled_in_a_wrapper(part: nn.Module, plan: Any, ac: Any, cfg: Any) -> None:
     for name, block in plan.blocks_of(part).items():
         owner, _, attribute = name.rpartition(".")
@@ -282,13 +278,13 @@ MUTANTS: dict[str, Mutant] = {
         "the gradient norm counts both copies of a tied parameter",
         "pp=2,tied=true", "grad_norm step 1", _replaced(trainer, "copies", lambda parts: {}),
     ),
-    "positions_of_another_microbatch": Mutant(
-        "positions do not travel with their microbatch through the pipeline",
-        "pp=2", "output layers.0", _joined(lambda rows: rows._replace(positions=_all_like_the_first_row(rows.positions))),
+    "positions_of_another_row": Mutant(
+        "positions do not travel with their rows through the pipeline",
+        "pp=2", "output layers.0", _joined(lambda rows: rows._replace(positions=rows.positions.roll(1, dims=0))),
     ),
-    "documents_of_another_microbatch": Mutant(
-        "document masks do not travel with their microbatch through the pipeline",
-        "pp=2,schedule=ZBVZeroBubble", "output layers.0", _joined(lambda rows: rows._replace(documents=_all_like_the_first_row(rows.documents))),
+    "documents_of_another_row": Mutant(
+        "document masks do not travel with their rows through the pipeline",
+        "pp=2,schedule=ZBVZeroBubble", "output layers.0", _joined(lambda rows: rows._replace(documents=rows.documents.roll(1, dims=0))),
     ),
     "labels_of_another_microbatch": Mutant(
         "the last stage takes the labels of another microbatch than its output's",
