@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import titanlite.train
+import titanlite.trainer
 from titanlite.checkpoint.lock import RunLock
 from titanlite.checkpoint.store import list_steps
 from titanlite.config import load_config
@@ -256,6 +257,29 @@ def test_a_signal_on_any_rank_stops_all_with_everything_saved_and_the_next_start
     assert steps(folder) == one
 
 
+def test_a_signal_in_the_middle_of_validation_stops_there_with_everything_saved(train, monkeypatch):
+    options = (*VALIDATE, "--validation.steps", -1, "--training.steps", 8)
+    plain = titanlite.trainer.forward_only
+    asked = []
+
+    def forward_only(parts, mesh, *args):
+        asked.append(None)
+        if mesh.rank == 0 and len(asked) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert len(asked) <= 4, "validation goes on"
+        return plain(parts, mesh, *args)
+
+    monkeypatch.setattr(titanlite.trainer, "forward_only", forward_only)
+    fresh = Gang(2)  # it has the patch
+    try:
+        words = ("--job.name", "run", *map(str, options))
+        assert fresh.run(_train, str(train.folder.parent / "base.toml"), words, None, None) == [75, 75]
+    finally:
+        fresh.close()
+    assert [s[0] for s in steps(train.folder / "run")] == [1, 2, 3, 4]
+    assert list_steps(train.folder / "run" / "checkpoint")[-1] == 4
+
+
 def test_a_signal_at_the_last_step_leaves_a_finished_run(train):
     assert train("run", ranks=2, signalled=(0, 4)) == 0
     assert records(train.folder / "run")[-1]["event"] == "done"
@@ -363,6 +387,13 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_exit_code_1(train):
     assert "checkpoint_failed step=6" in log and "its last step is NOT saved" in log
     assert train("two", "--training.steps", 8, ranks=2) == 0
     assert steps(folder)[6:] == steps(train.folder / "one")[3:]
+
+
+def test_a_full_disk_costs_lines_of_metrics_but_not_the_run(train):
+    options = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps", 40, "--lr_scheduler.total_steps", 40)
+    assert train("run", *options, most_bytes=6000) == 0
+    logged = [r["step"] for r in records(train.folder / "run") if "event" not in r]  # whole lines only
+    assert logged == list(range(1, len(logged) + 1)) and 5 < len(logged) < 40
 
 
 def test_a_failed_asynchronous_save_does_not_keep_later_ones_from_being_tried(train):

@@ -59,7 +59,7 @@ def train(cfg: Config, _: Origins) -> int:
 
 
 def _loop(
-    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float] | None, saver: Saver | None
+    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float | None] | None, saver: Saver | None
 ) -> int:
     cfg, steps = run.cfg, run.cfg.training.steps
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,6 +78,7 @@ def _loop(
         heldout_loss = None
         if validate_now and (run.step == steps or run.step % cfg.validation.freq == 0 and not last):
             heldout_loss = validate_now()
+            last |= heldout_loss is None  # a rank was asked to stop
         if metrics and (run.step % cfg.metrics.log_freq == 0 or run.step == first_step or last or heldout_loss is not None):
             metrics.step(step_record(run, measured, *timer.take(), heldout_loss))
         if saver and (run.step % cfg.checkpoint.interval == 0 or last):

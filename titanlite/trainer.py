@@ -166,13 +166,18 @@ def step_record(
     return record if heldout_loss is None else record | {"validation_loss": heldout_loss}
 
 
-def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
+def validation_loss(run: Run, batches: Iterator[Batch]) -> float | None:
     """Mean loss in nats over all labels of all ranks' batches; every rank passes equally many batches.
 
-    Raises on all ranks what the first one that could not read its data met.
+    None where a rank was asked to stop before the end. Raises on all ranks what the first one that could not read its data met.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
-    while (batch := _next_on_all_ranks(run, batches)) is not None:
+    while True:
+        batch, stop = _next_on_all_ranks(run, batches)
+        if stop:
+            return None
+        if batch is None:
+            break
         batch = place(run, batch)
         loss = forward_only(run.parts, run.mesh, batch, run.loss_fn)
         if loss is not None and run.mesh.counts_loss:
@@ -183,17 +188,19 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float:
     return (sums[0] / sums[1]).item()
 
 
-def _next_on_all_ranks(run: Run, batches: Iterator[Batch]) -> Batch | None:
+def _next_on_all_ranks(run: Run, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
+    """(this rank's next batch, whether a rank was asked to stop)."""
     batch = None
     try:
         batch = next(batches, None)
     except Exception as e:
         run.data_error = e
-    failed = torch.tensor(float(run.data_error is not None), device=run.mesh.device)
-    dist.all_reduce(failed)
-    if failed.item():
+    word = torch.tensor([run.data_error is not None, run.stop_asked], dtype=torch.float32, device=run.mesh.device)
+    dist.all_reduce(word)
+    failed, stop = word.tolist()
+    if failed:
         _raise_data_error(run)
-    return batch
+    return batch, bool(stop)
 
 
 def next_microbatches(run: Run, loader: Iterator[list[Batch]]) -> list[Batch]:

@@ -123,6 +123,7 @@ def test_what_does_not_fit_is_answered_with_the_arithmetic_and_what_is_legal(wor
         ("0F0,0F1,0B0,0B1\n", "has 1 ranks: set parallelism.pipeline_parallel_degree=1, it is 2"),
         ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n", "is not a schedule:"),  # a backward is missing
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n", "is not a schedule:"),  # each rank waits for the other
+        ("0F1,0F0,0B1,0B0\n1F1,1F0,1B1,1B0\n", "the last stage runs forward in the order [1, 0]: microbatches must ascend there"),
         ("0F0,0B0\n1F0,1B0\n", "has 1 microbatches, of parallelism.pipeline_parallel_microbatch_size=4 rows each: "
          "training.local_batch_size must give a rank 4 rows a step, it gives 8"),
     ],

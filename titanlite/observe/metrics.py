@@ -73,7 +73,10 @@ class StepTimer:
 
 
 class MetricsLogger:
-    """Writes one JSON object a line, whole lines only, so that a killed run leaves a readable file."""
+    """Writes one JSON object a line, whole lines only, so that a killed run leaves a readable file.
+
+    A line that cannot be written is told and left out: training is worth more than its record.
+    """
 
     def __init__(self, folder: Path, *, tensorboard_folder: Path | None, start_step: int, total_steps: int):
         self.total_steps = total_steps
@@ -101,22 +104,34 @@ class MetricsLogger:
         """One logged step: a line on the console, an object in metrics.jsonl, scalars in TensorBoard."""
         record = {**record, "time": time.time()}
         self._write(record)
-        if self.tensorboard is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name not in ("step", "time"):
-                    self.tensorboard.add_scalar(name, value, record["step"])
+        for name, value in record.items():
+            if isinstance(value, int | float) and name not in ("step", "time"):
+                self._to_tensorboard("add_scalar", name, value, record["step"])
         logger.info(self._line(record))
 
     def close(self) -> None:
         os.close(self.file)
-        if self.tensorboard is not None:
-            self.tensorboard.close()
+        self._to_tensorboard("close")
+
+    def _to_tensorboard(self, method: str, *args: Any) -> None:
+        if self.tensorboard is None:
+            return
+        try:
+            getattr(self.tensorboard, method)(*args)
+        except OSError as e:
+            self.tensorboard = None  # its thread has ended
+            logger.error(f"tensorboard_failed {e}: training goes on without it")
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = (json.dumps(record) + "\n").encode()
-        if (written := os.write(self.file, line)) < len(line):
-            raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes of a line of metrics.jsonl were written")
+        end = os.fstat(self.file).st_size
+        try:
+            if (written := os.write(self.file, line)) < len(line):
+                os.ftruncate(self.file, end)
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
+        except OSError as e:
+            logger.error(f"metrics_failed step={record['step']} {e}: metrics.jsonl lacks this line, training goes on")
 
     def _line(self, r: dict[str, Any]) -> str:
         left = timedelta(seconds=round((self.total_steps - r["step"]) * r["step_time_s"]))

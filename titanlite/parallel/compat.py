@@ -37,6 +37,9 @@ def read_csv_schedule(path: str) -> tuple[dict[int, list], tuple[int, ...], int,
         torch_schedules._add_send_recv(order, stage_to_rank=lambda stage: ranks[stage], num_stages=n_stages)  # finds deadlocks
     except (AssertionError, KeyError) as e:
         raise ValueError(str(e).strip().splitlines()[0] if str(e) else repr(e)) from e
+    forwards = [a.microbatch_index for a in flat if a.stage_index == n_stages - 1 and a.computation_type == torch_schedules.FORWARD]
+    if forwards != sorted(forwards):  # PyTorch would take one microbatch's loss for another's
+        raise ValueError(f"the last stage runs forward in the order {forwards}: microbatches must ascend there")
     split = any(a.computation_type in (torch_schedules.BACKWARD_INPUT, torch_schedules.BACKWARD_WEIGHT) for a in flat)
     return actions, tuple(ranks[stage] for stage in range(n_stages)), n_microbatches, split
 

@@ -111,7 +111,8 @@ def pipeline_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Paralleli
 
     def loss_of(output: Tensor, index: Tensor) -> Tensor:
         batches, loss_fn, denominator = step
-        return loss_fn(output, batches[int(index)]) / denominator
+        # The microbatch's number, read without data, which a step with fake tensors does not have.
+        return loss_fn(output, batches[index.storage_offset()]) / denominator
 
     def forward_backward(microbatches: list[Batch], loss_fn: Callable, denominator: Tensor) -> Tensor:
         rows = _joined(microbatches)
