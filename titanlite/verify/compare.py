@@ -31,6 +31,8 @@ from titanlite.verify.mutants import planted
 DRIFTS = 8
 FP64_FLOOR = 1e-12  # well above fp64's 1e-15 for these sums, far below any fault
 
+LAYOUTS_A_GANG = 4
+
 Values = dict[str, Any]  # kind -> name -> value
 KINDS = ("output", "loss", "gradient", "grad_norm", "validation", "later", "parameter")  # in the order in which a fault would show
 
@@ -57,15 +59,23 @@ def verify(layouts: list[Layout], *, plant: str | None = None) -> Iterator[Verdi
     """
     with tempfile.TemporaryDirectory() as folder:
         references: dict[tuple, Path] = {}
-        for world_size in sorted({1, *(layout.world_size for layout in layouts)}):
+        for gang, layout in _with_gangs(layouts):
+            key = layout.reference_key
+            if key not in references:
+                references[key] = Path(folder) / f"reference_{len(references)}.pt"
+                _on_one_rank(_save_reference, layout, references[key])
+            yield _judge(layout, gang, references[key], plant)
+
+
+def _with_gangs(layouts: list[Layout]) -> Iterator[tuple[Gang, Layout]]:
+    """Each layout with a gang of its size, which a few share: one slows down with every set of process groups it has made."""
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        of_this_size = [layout for layout in layouts if layout.world_size == world_size]
+        for i in range(0, len(of_this_size), LAYOUTS_A_GANG):
             gang = Gang(world_size)
             try:
-                for layout in [x for x in layouts if x.world_size == world_size]:
-                    key = layout.reference_key
-                    if key not in references:
-                        references[key] = Path(folder) / f"reference_{len(references)}.pt"
-                        _on_one_rank(_save_reference, layout, references[key])
-                    yield _judge(layout, gang, references[key], plant)
+                for layout in of_this_size[i : i + LAYOUTS_A_GANG]:
+                    yield gang, layout
             finally:
                 gang.close()
 
