@@ -1,13 +1,15 @@
 """Data parallel by FSDP2: replicate, ZeRO-1 to 3 and HSDP are one call with other meshes and policies; also mixed precision."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from titanlite.config import Parallelism, Training
+from titanlite.parallel.degrees import Degrees, divisors
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.plan import ParallelPlan, is_tied
 from titanlite.utils import logger
@@ -30,6 +32,7 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
     if degrees.dp_replicate * degrees.fsdp == 1 and not mixed and not training.enable_cpu_offload:
         return
 
+    _warn_of_padding(part, degrees)
     options = {
         "mesh": mesh.dense["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else mesh.dense["fsdp"],
         "mp_policy": MixedPrecisionPolicy(
@@ -60,6 +63,31 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
         if mesh.device.type == "cpu" and degrees.dp_replicate * degrees.fsdp > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} {cfg.data_parallel_sharding} param={training.mixed_precision_param}")
+
+
+MOST_PADDING = 1.1
+
+
+def padding_of(shapes: Sequence[torch.Size], fsdp: int) -> float:
+    """Elements that gathered parameters take over those they have, each cut along its first dimension into `fsdp` equal pieces."""
+    padded = sum(-(-shape[0] // fsdp) * fsdp * shape[1:].numel() for shape in shapes)
+    return padded / sum(shape.numel() for shape in shapes)
+
+
+def _warn_of_padding(part: nn.Module, degrees: Degrees) -> None:
+    """Says where there are so many shards that padding inflates every all-gather, and which HSDP split cures it."""
+    shapes = [(p.to_local() if isinstance(p, DTensor) else p).shape for p in part.parameters()]
+    if not shapes or padding_of(shapes, degrees.fsdp) <= MOST_PADDING:
+        return
+    fitting = [shard for shard in divisors(degrees.dp_shard) if padding_of(shapes, shard * degrees.cp) <= MOST_PADDING]
+    cure = "a smaller parallelism.context_parallel_degree"
+    if fitting:
+        replicas = degrees.batch // fitting[-1]
+        cure = f"parallelism.data_parallel_shard_degree={fitting[-1]} and parallelism.data_parallel_replicate_degree={replicas}"
+    logger.warning(
+        f"padding={padding_of(shapes, degrees.fsdp):.2f}: over {degrees.fsdp} ranks an all-gather moves that many times what parameters "
+        f"hold, since their first dimension is shorter or does not divide; {cure} cures it"
+    )
 
 
 def set_step_policy(modules: list[FSDPModule], mesh: Mesh, cfg: Parallelism, *, is_last: bool) -> None:
