@@ -76,11 +76,11 @@ def _warnings(cfg: Config, world_size: int) -> list[str]:
 def test_shards_so_many_that_padding_inflates_are_told_with_the_split_that_cures_it():
     """8B with tensor parallel 8: wk and wv, 4 % of a block, have 128 rows a rank; 512 shards would quadruple them and 1,792 rows of w1
     would become 2,048."""
-    (warning,) = in_a_process(_warnings, config("8B", rows=1, tensor_parallel=8), 16384)
-    assert "over 2048 ranks" in warning
-    assert "parallelism.data_parallel_shard_degree=256 and parallelism.data_parallel_replicate_degree=8 cures it" in warning
-    cured = config("8B", rows=1, tensor_parallel=8, data_parallel_shard=256, data_parallel_replicate=8)
-    assert in_a_process(_warnings, cured, 16384) == []
+    (warning,) = in_a_process(_warnings, config("8B", rows=1, tensor_parallel=8), 4096)
+    assert "over 512 ranks" in warning
+    assert "parallelism.data_parallel_shard_degree=256 and parallelism.data_parallel_replicate_degree=2 cures it" in warning
+    cured = config("8B", rows=1, tensor_parallel=8, data_parallel_shard=256, data_parallel_replicate=2)
+    assert in_a_process(_warnings, cured, 4096) == []
 
 
 def test_padding_is_what_equal_pieces_take_over_what_there_is():
