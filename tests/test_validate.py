@@ -135,3 +135,11 @@ def test_steps_after_a_schedule_that_ends_at_rate_0_are_refused_and_after_anothe
 @pytest.mark.parametrize("key", ["expert_parallel_degree", "expert_tensor_parallel_degree"])
 def test_a_pass_that_is_not_there_yet_is_refused_by_name(key):
     assert str(mistake(2, **{f"parallelism__{key}": 2})).startswith(f"parallelism.{key}=2 on world size 2: ")
+
+
+def test_flex_attention_is_refused_where_it_has_no_backward_and_in_the_ring(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "model.attention='flex' needs CUDA devices" in str(mistake(model__attention="flex"))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    ring = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_method": "ring", "model__attention": "flex"}
+    assert "has attention kernels of its own: use model.attention='sdpa'" in str(mistake(2, **ring))

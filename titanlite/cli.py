@@ -113,7 +113,7 @@ def _verify(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="titanlite verify", epilog="--section.key value changes the configuration.")
     parser.add_argument("config", type=Path, help="a TOML file: its model and optimizer are compared")
     parser.add_argument("--layouts", nargs="+", metavar="LAYOUT", help="e.g. tp=2 fsdp=2,tp=2 hsdp=2x2,recompute=full")
-    parser.add_argument("--full", action="store_true", help="every legal combination instead of every pair")
+    parser.add_argument("--full", action="store_true", help="every legal triple of choices instead of every pair")
     parser.add_argument("--plant", metavar="FAULT", help="run with a planted fault, which must be found; `list` shows them")
     args, overrides = parser.parse_known_args(["list", *argv] if argv == ["--plant", "list"] else argv)
     from titanlite.verify.command import verify_command

@@ -30,6 +30,7 @@ class Model:
     flavor: str = "debugmodel"  # a size of that family
     vocab_size: int | None = None  # None: the flavor's own
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
+    attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
     tokenizer: Literal["byte", "bpe", "hf"] | None = None  # bpe: trained on the run's data; None: hf if there are assets, else byte
     hf_assets_path: str | None = None  # a folder with tokenizer.json
 

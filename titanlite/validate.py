@@ -120,6 +120,15 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
                 f"{section}.seq_len",
                 *keys,
             )
+    if cfg.model.attention == "flex":
+        if not torch.cuda.is_available():
+            raise ConfigError("model.attention='flex' needs CUDA devices, PyTorch has its backward pass for no other: use 'sdpa'", "model.attention")
+        if cp > 1 and p.context_parallel_method == "ring":
+            raise ConfigError(
+                "parallelism.context_parallel_method='ring' has attention kernels of its own: use model.attention='sdpa', or method 'allgather'",
+                "model.attention",
+                "parallelism.context_parallel_method",
+            )
     if cp == 1:
         return
     if not get_family(cfg.model).PLAN.cores:

@@ -91,3 +91,32 @@ def test_the_start_up_benchmark_prints_what_titanlite_takes_over_a_bare_script()
     assert lines[0].startswith("imports: bare ")
     assert [line.split()[0] for line in lines[-4:-1]] == ["bare", "bare", "titanlite"]
     assert lines[-1].startswith("titanlite over bare to the end of step 1: ") and "target at most 1.2 s" in lines[-1]
+
+
+def test_the_pipeline_benchmark_prints_idle_time_and_its_closed_form_for_each_schedule():
+    lines = run("benchmarks/pipeline.py", "--size", "tiny", "--microbatches", "4", "--steps", "1").splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[1:]}
+    assert list(rows) == ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+    for schedule, row in rows.items():
+        forward, backward, inputs, weights = map(float, row[1:5])
+        assert forward > 0 and (backward > 0 or inputs + weights > 0), schedule
+        assert 0 < float(row[5].rstrip("%")) < 100 and 0 <= float(row[6].rstrip("%")) < 100
+
+
+def test_idle_time_and_closed_forms_are_those_of_a_schedule_worked_out_by_hand():
+    from benchmarks.pipeline import closed_form, idle
+
+    # 1F1B on 2 ranks, 2 microbatches, F 1 s and B 2 s: each rank computes for 6 s of 9.
+    first = [("F", 0, 1), ("F", 1, 2), ("B", 4, 6), ("B", 7, 9)]
+    second = [("F", 1, 2), ("B", 2, 4), ("F", 4, 5), ("B", 5, 7)]
+    share, means = idle([first, second])
+    assert share == pytest.approx(3 / 9) and means["F"] == 1 and means["B"] == 2
+    assert closed_form("1F1B", 2, means) == pytest.approx(3 / 9)
+    split = {"F": 1.0, "B": 0.0, "I": 1.0, "W": 1.0, "busy": 12.0}
+    assert closed_form("ZBVZeroBubble", 2, split) == 0 and closed_form("InterleavedZeroBubble", 2, split) == pytest.approx(1 / 13)
+
+
+def test_the_context_benchmark_prints_both_ratios_for_each_method():
+    lines = run("benchmarks/context.py", "--size", "tiny", "--rounds", "1", "--steps", "1").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["allgather", "ring", "ulysses"]
+    assert all(float(x) > 0 for line in lines[1:] for x in line.split()[1:])

@@ -39,7 +39,7 @@ def get_args(cfg: Model) -> Any:
             f"model.flavor={cfg.flavor!r}: {cfg.name} has {', '.join(flavors)}{nearest(cfg.flavor, flavors)}",
             "model.flavor",
         )
-    given = {key: getattr(cfg, key) for key in ("vocab_size", "tie_embeddings") if getattr(cfg, key) is not None}
+    given = {key: getattr(cfg, key) for key in ("vocab_size", "tie_embeddings", "attention") if getattr(cfg, key) is not None}
     return dataclasses.replace(flavors[cfg.flavor], **given)
 
 

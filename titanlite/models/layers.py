@@ -55,29 +55,63 @@ class Rope(nn.Module):
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x_BSHE)
 
 
+Places = tuple[Tensor, Tensor | None]  # positions [B, S] and documents [B, S] of tokens; see Batch
+
+
 class AttentionCore(nn.Module):
-    """Causal attention within each document. A submodule of its own, so that a pass may replace its forward."""
+    """Causal attention within each document. A submodule of its own, so that a pass may replace its forward.
+
+    Kernel "sdpa" takes masks whole, [B, S, T] booleans; "flex" keeps blocks of them only (FlexAttention, arXiv 2412.05496).
+    """
+
+    def __init__(self, kernel: str = "sdpa"):
+        super().__init__()
+        self.kernel = kernel
 
     def forward(
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Returns [B, S, H, E]. A query sees the keys of its own document at its position or before."""
-        mask = None
         if documents is not None:
-            mask = (documents[:, :, None] == documents[:, None, :]) & (positions[:, :, None] >= positions[:, None, :])
-            mask = mask[:, None]
+            return self.attend(q_BSHE, k_BSKE, v_BSKE, (positions, documents), (positions, documents))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    def attend(self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, queries: Places, keys: Places) -> Tensor:
+        """The same for queries S and keys T that may be other parts of a sequence, in any order. Returns [B, S, H, E]."""
+        (positions_q, documents_q), (positions_k, documents_k) = queries, keys
+        q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BTKE, v_BTKE))
+        gqa = q.shape[1] != k.shape[1]
+        if self.kernel == "sdpa":
+            mask = positions_q[:, :, None] >= positions_k[:, None, :]
+            if documents_q is not None:
+                mask = mask & (documents_q[:, :, None] == documents_k[:, None, :])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=gqa).transpose(1, 2)
+
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        def visible(b: Tensor, _: Tensor, s: Tensor, t: Tensor) -> Tensor:
+            seen = positions_q[b, s] >= positions_k[b, t]
+            return seen if documents_q is None else seen & (documents_q[b, s] == documents_k[b, t])
+
+        if q.is_cuda:  # as they are, both would make the whole mask
+            create_block_mask, flex_attention = torch.compile(create_block_mask), torch.compile(flex_attention)
+        blocks = create_block_mask(visible, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=gqa).transpose(1, 2)
 
 
 class Attention(nn.Module):
     """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, rope_theta: float, scaling: RopeScaling | None
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rope_theta: float,
+        scaling: RopeScaling | None,
+        kernel: str = "sdpa",
     ):
         super().__init__()
         self.head_dim = head_dim
@@ -86,7 +120,7 @@ class Attention(nn.Module):
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
         self.rope = Rope(head_dim, rope_theta, scaling)
-        self.core = AttentionCore()
+        self.core = AttentionCore(kernel)
 
     def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         B, S = x_BSD.shape[:2]

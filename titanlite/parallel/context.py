@@ -4,10 +4,10 @@ Nothing but the attention core knows of it: everything else works token by token
 stands. Keys come in any order, because what a query sees is decided by positions and documents.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -47,22 +47,21 @@ def apply_cp(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism) 
     forward = {"allgather": gather_attention, "ring": ring_attention, "ulysses": ulysses_attention}[cfg.context_parallel_method]
     cores = matching(part, plan.cores)
     for core in cores.values():
-        core.forward = partial(forward, mesh.data["cp"])
+        core.forward = partial(forward, mesh.data["cp"], core.attend)
     logger.info(f"context_parallel={mesh.degrees.cp} method={cfg.context_parallel_method} cores={len(cores)}")
 
 
 def gather_attention(
-    cp: DeviceMesh, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
+    cp: DeviceMesh, attend: Callable, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
 ) -> Tensor:
     """Every rank gathers all keys and values (Llama 3, arXiv 2407.21783): cheap where key-value heads are few."""
     # A rank's queries give a part of each key's gradient: Partial adds the parts up.
     k, v = (_over(cp, x, 1).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()]) for x in (k_BSKE, v_BSKE))
-    visible = _visible(positions, documents, _whole(cp, positions), _whole(cp, documents))
-    return _attention(q_BSHE, k, v, visible)
+    return attend(q_BSHE, k, v, (positions, documents), (_whole(cp, positions), _whole(cp, documents)))
 
 
 def ulysses_attention(
-    cp: DeviceMesh, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
+    cp: DeviceMesh, attend: Callable, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
 ) -> Tensor:
     """Ranks trade parts of the sequence for heads, attend over whole rows, and trade back (DeepSpeed-Ulysses, arXiv 2309.14509).
 
@@ -71,9 +70,8 @@ def ulysses_attention(
     missing = max(1, cp.size() // k_BSKE.shape[2])
     k, v = (x.repeat_interleave(missing, 2) for x in (k_BSKE, v_BSKE))
     q, k, v = (_over(cp, x, 1).redistribute(placements=[Shard(2)]).to_local() for x in (q_BSHE, k, v))
-    positions, documents = _whole(cp, positions), _whole(cp, documents)
-    out = _attention(q, k, v, _visible(positions, documents, positions, documents))
-    return _over(cp, out, 2).redistribute(placements=[Shard(1)]).to_local()
+    places = _whole(cp, positions), _whole(cp, documents)
+    return _over(cp, attend(q, k, v, places, places), 2).redistribute(placements=[Shard(1)]).to_local()
 
 
 def _over(cp: DeviceMesh, part: Tensor, dim: int) -> DTensor:
@@ -82,17 +80,3 @@ def _over(cp: DeviceMesh, part: Tensor, dim: int) -> DTensor:
 
 def _whole(cp: DeviceMesh, part: Tensor | None) -> Tensor | None:
     return None if part is None else _over(cp, part, 1).full_tensor()
-
-
-def _visible(positions_q: Tensor, documents_q: Tensor | None, positions_k: Tensor, documents_k: Tensor | None) -> Tensor:
-    """[B, 1, S of queries, S of keys] bool: same document, at the query's position or before."""
-    visible = positions_q[:, :, None] >= positions_k[:, None, :]
-    if documents_q is not None:
-        visible &= documents_q[:, :, None] == documents_k[:, None, :]
-    return visible[:, None]
-
-
-def _attention(q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, visible: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)

@@ -17,7 +17,8 @@ class ParallelPlan:
     first    modules before the blocks, in the order they run
     last     modules after the blocks, in the order they run
     head     the module of `last` that makes logits
-    cores    pattern of the attention cores, `core(q, k, v, positions, documents)`
+    cores    pattern of the attention cores, `core(q, k, v, positions, documents)`, with `core.attend(q, k, v, queries, keys)`
+             for context parallel, where queries and keys are (positions, documents) of theirs (see models/layers.py)
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """

@@ -3,6 +3,8 @@
 Shapes: queries [B, H, S, E], keys and values [B, K, S, E], S being this rank's part of the sequence.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def ring_attention(
-    cp: DeviceMesh, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
+    cp: DeviceMesh, _: Callable, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
 ) -> Tensor:
-    """Returns [B, S, H, E]."""
+    """Returns [B, S, H, E]. Its kernels are its own: those of the core cannot say how much a part of the keys weighs."""
     group = cp.get_group()
     mine = torch.stack([positions, torch.zeros_like(positions) if documents is None else documents])
     places = [torch.empty_like(mine) for _ in range(cp.size())]  # of every rank's tokens: (positions, documents)

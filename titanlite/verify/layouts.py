@@ -172,8 +172,8 @@ def covering_layouts(strength: int, ranks: Callable[[str], int]) -> list[str]:
         chosen = list(next(iter(missing)))
         for line in sorted(set(range(len(CHOICES))) - {line for line, _ in chosen}):
             options = [(line, choice) for choice in CHOICES[line] if ranks(_text((*chosen, (line, choice))))]
-            worth = lambda option: len(missing.keys() & _combinations(chosen, option, strength)) - ranks(_text((*chosen, option))) / 4  # noqa: B023
-            chosen.append(max(options, key=worth))
+            new = {option: len(missing.keys() & _combinations(chosen, option, strength)) for option in options}
+            chosen.append(max(options, key=lambda option: new[option] - ranks(_text((*chosen, option))) / 4))
         layouts.append(_text(chosen))
         for last in range(strength, len(chosen) + 1):
             for combination in _combinations(chosen[: last - 1], chosen[last - 1], strength):

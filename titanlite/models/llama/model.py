@@ -20,6 +20,7 @@ class LlamaArgs:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    attention: str = "sdpa"
 
     @property
     def head_dim(self) -> int:
@@ -40,7 +41,7 @@ class Block(nn.Module):
     def __init__(self, args: LlamaArgs):
         super().__init__()
         self.attention = Attention(
-            args.dim, args.n_heads, args.n_kv_heads, args.head_dim, args.rope_theta, args.rope_scaling
+            args.dim, args.n_heads, args.n_kv_heads, args.head_dim, args.rope_theta, args.rope_scaling, args.attention
         )
         self.feed_forward = FeedForward(args.dim, args.hidden_dim)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
