@@ -28,11 +28,11 @@ TP, PP, CP, REPLICAS, WORLD = 8, 4, 2, 4, 2048
 FSDP = WORLD // (TP * PP * REPLICAS)  # over data-parallel shards and context parallel
 
 
-@pytest.mark.parametrize("rank, stage, blocks", [(0, 0, 8), (WORLD // 2, 2, 8), (WORLD - 1, 3, 7)])
-def test_first_middle_and_last_stage_of_an_8b_on_2048_ranks_hold_their_shards_and_step(rank, stage, blocks):
-    cfg = config("8B", tensor_parallel=TP, pipeline_parallel=PP, context_parallel=CP, data_parallel_replicate=REPLICAS, rows=PP)
+@pytest.mark.parametrize("rank, stage, blocks", [(0, 0, 4), (WORLD // 2, 2, 4), (WORLD - 1, 3, 3)])
+def test_first_middle_and_last_stage_of_a_1b_on_2048_ranks_hold_their_shards_and_step(rank, stage, blocks):
+    cfg = config("1B", tensor_parallel=TP, pipeline_parallel=PP, context_parallel=CP, data_parallel_replicate=REPLICAS, rows=PP)
     found = in_a_process(measure, cfg, WORLD, rank)
-    args, shapes = FLAVORS["8B"], found["shapes"]
+    args, shapes = FLAVORS["1B"], found["shapes"]
     assert found["stages"] == [stage]
     assert len({name.split(".")[1] for name in shapes if name.startswith("layers.")}) == blocks
     first = next(name.rsplit(".attention", 1)[0] for name in shapes if "attention.wq" in name)
