@@ -19,7 +19,7 @@ CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -150,6 +150,13 @@ def _generate(argv: list[str]) -> int:
         as_json=args.json,
     )
     return EXIT_DONE
+
+
+def _checkpoint(argv: list[str]) -> int:
+    """List, verify, compare or prune the checkpoints of a run."""
+    from titanlite.checkpoint.command import checkpoint_command
+
+    return checkpoint_command(argv)
 
 
 if __name__ == "__main__":

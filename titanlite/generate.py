@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.checkpoint.state import model_state
-from titanlite.checkpoint.store import list_steps, load
+from titanlite.checkpoint.store import list_steps, load, verify_step
 from titanlite.config import Config, load_config
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
 from titanlite.models import get_family, get_model
@@ -60,6 +60,8 @@ def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]
     if step is not None and step not in steps:
         raise ConfigError(f"--step={step}: {checkpoints} holds {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
+    if problems := verify_step(checkpoints / f"step-{step}"):
+        raise ConfigError(f"{checkpoints}/step-{step} is damaged: {'; '.join(problems)}; use another --step of {', '.join(map(str, steps))}")
     tokenizer = build_tokenizer(cfg.model, folder, None)
     return _whole_model(cfg, checkpoints, step), tokenizer, step
 

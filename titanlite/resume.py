@@ -2,14 +2,25 @@
 
 import hashlib
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanlite.checkpoint.fingerprint import fingerprints
+from titanlite.checkpoint.integrity import read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
-from titanlite.checkpoint.store import AsyncSaver, list_steps, load, read_manifest, save, set_aside_after
+from titanlite.checkpoint.store import (
+    AsyncSaver,
+    load,
+    quarantine,
+    save,
+    set_aside_after,
+    step_folders,
+    verify_step,
+)
 from titanlite.config import Config, to_toml
 from titanlite.data.loader import TrainLoader
 from titanlite.parallel.mesh import on_rank_0
@@ -17,14 +28,14 @@ from titanlite.trainer import Run
 from titanlite.utils import ConfigError, logger
 
 
-def run_state(run: Run, positions: Tensor) -> dict[str, Tensor]:
+def run_state(run: Run, positions: Tensor, *, copies: bool) -> dict[str, Tensor]:
     """Everything later steps depend on, live tensors under the same keys in every layout but for the ranks' RNG.
 
-    positions [V, 2] int64: where each logical shard of the data stands.
+    positions [V, 2] int64: where each logical shard of the data stands. `copies`: with those of tied parameters.
     """
     state = {
-        **model_state(run.parts),
-        **optimizer_state(run.optimizer, run.parts),
+        **model_state(run.parts, copies=copies),
+        **optimizer_state(run.optimizer, run.parts, copies=copies),
         "train.step": torch.tensor(run.step),
         "train.tokens": torch.tensor(run.tokens),
         "data.positions": positions,
@@ -48,7 +59,7 @@ class Saver:
         run, cfg = self.run, self.run.cfg.checkpoint
         positions = _gathered_positions(run, self.loader.positions)
         model_only = last and cfg.last_save_model_only
-        state = model_state(run.parts) if model_only else run_state(run, positions)
+        state = model_state(run.parts, copies=False) if model_only else run_state(run, positions, copies=False)
         facts = {
             "tokens": run.tokens,
             "logical_shards": len(positions),
@@ -83,17 +94,30 @@ class Saver:
         return False
 
 
+class NoGoodCheckpoint(RuntimeError):
+    """There are checkpoints, and none can be trusted: training must not start anew as if there were none."""
+
+
 def find_checkpoint(cfg: Config, folder: Path) -> int | None:
-    """The step to go on from: `checkpoint.load_step`, else the newest, or None where there is none."""
-    steps = on_rank_0(lambda: list_steps(folder))
+    """The step to go on from: `checkpoint.load_step`, else the newest whose files are as they were written, or None where
+    there is none. A damaged one is quarantined. Raises NoGoodCheckpoint where there are some and all are damaged.
+    """
+    steps = on_rank_0(lambda: step_folders(folder))
     wanted = cfg.checkpoint.load_step
-    if wanted == -1:
-        return steps[-1] if steps else None
-    if wanted not in steps:
+    if wanted != -1 and wanted not in steps:
         raise ConfigError(
             f"checkpoint.load_step={wanted}: {folder} holds {', '.join(map(str, steps)) or 'no checkpoint'}", "checkpoint.load_step"
         )
-    return wanted
+    for step in reversed(steps) if wanted == -1 else [wanted]:
+        if not (problems := verify_step(folder / f"step-{step}")):
+            return step
+        on_rank_0(partial(quarantine, folder, step, problems))
+    if steps or on_rank_0(lambda: any(folder.glob("quarantine-step-*"))):
+        raise NoGoodCheckpoint(
+            f"{folder} holds checkpoints, and {'none is' if wanted == -1 else f'step {wanted} is not'} as it was written: they are quarantined there, "
+            f"with the reasons; to start anew, give the run another --job.name"
+        )
+    return None
 
 
 def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor:
@@ -129,16 +153,26 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
             "debug.seed",
         )
     init_optimizer_state(run.optimizer)
-    state = run_state(run, torch.zeros(global_batch_size, 2, dtype=torch.int64))
+    state = run_state(run, torch.zeros(global_batch_size, 2, dtype=torch.int64), copies=True)
     if manifest["world_size"] != run.mesh.world_size:
         state = {key: value for key, value in state.items() if not key.startswith("rng_")}
     load(folder, step, state)
     copy_tied(run.parts, run.optimizer)
     run.step, run.tokens = int(state["train.step"]), int(state["train.tokens"])
+    _check_loaded(path, run_state(run, state["data.positions"], copies=False), manifest["tensors"])
     _set_rng_state({key.split(".", 1)[1]: value for key, value in state.items() if key.startswith("rng_")})
     on_rank_0(lambda: set_aside_after(folder, step))
     logger.info(f"resumed={path} step={run.step} tokens={run.tokens}")
     return state["data.positions"]
+
+
+def _check_loaded(path: Path, state: dict[str, Tensor], written: dict[str, dict]) -> None:
+    keys = [key for key in written if not key.startswith("rng_")]  # of ranks that may not be
+    for key, found in fingerprints(state, keys, None).items():
+        if found != written[key]["fingerprint"]:
+            raise NoGoodCheckpoint(
+                f"{path}: {key} is not what was written, although its file is: fingerprint {found}, not {written[key]['fingerprint']}"
+            )
 
 
 def _gathered_positions(run: Run, mine: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import threading
+import zlib
 
 import pytest
 import torch
@@ -149,9 +150,15 @@ def test_the_manifest_names_every_file_with_its_size_and_what_the_caller_adds(tm
     save_steps(tmp_path, 5, tokens=123)
     manifest = load(tmp_path, 5, {"train.step": torch.tensor(0)})
     path = tmp_path / "step-5"
-    assert manifest["files"] == {p.name: p.stat().st_size for p in path.iterdir() if p.name != "MANIFEST.json"}
-    assert {key: manifest[key] for key in ("schema", "step", "world_size", "tensors", "tokens")} == {
-        "schema": 1, "step": 5, "world_size": 1, "tensors": 2, "tokens": 123,
+    files = {p.name: p for p in path.iterdir() if not p.name.startswith("MANIFEST")}
+    assert manifest["files"] == {
+        name: {"size": p.stat().st_size, "crc32": f"{zlib.crc32(p.read_bytes()):08x}"} for name, p in files.items()
+    }
+    assert {key: manifest[key] for key in ("schema", "step", "world_size", "tokens")} == {
+        "schema": 2, "step": 5, "world_size": 1, "tokens": 123,
+    }  # fmt: skip
+    assert {key: (t["dtype"], t["shape"]) for key, t in manifest["tensors"].items()} == {
+        "model.w": ("float32", [3]), "train.step": ("int64", []),
     }  # fmt: skip
 
 
@@ -269,7 +276,8 @@ def lose_bytes(path, metadata):
 
 
 def lose_file(path, metadata):
-    next(path.glob("*.distcp")).unlink()
+    for file in path.glob("*.distcp"):
+        file.unlink()
 
 
 def lose_part(path, metadata):

@@ -3,29 +3,29 @@
 from torch import Tensor, nn, no_grad, zeros_like
 from torch.optim import Optimizer
 
-from titanlite.parallel.pipeline import copies
+from titanlite.parallel.pipeline import copies as tied_copies
 from titanlite.utils import ConfigError
 
 
-def model_state(parts: list[nn.Module]) -> dict[str, Tensor]:
+def model_state(parts: list[nn.Module], *, copies: bool = False) -> dict[str, Tensor]:
     """Parameters and persistent buffers as `model.<name>`; what is tied appears once, under its first name.
 
-    A pipeline stage's copy of a tied parameter goes by the name of the original. Where one rank has both, `copy_tied`
-    brings the copy along after a load.
+    With `copies` a pipeline stage's copy of a tied parameter goes by the name of the original, to be loaded; without, it is
+    left out. Where one rank has both, `copy_tied` brings the copy along after a load.
     """
-    return {f"model.{name}": tensor for name, tensor in _named_tensors(parts).items()}
+    return {f"model.{name}": tensor for name, tensor in _named_tensors(parts, copies).items()}
 
 
-def optimizer_state(optimizer: Optimizer, parts: list[nn.Module]) -> dict[str, Tensor]:
+def optimizer_state(optimizer: Optimizer, parts: list[nn.Module], *, copies: bool = False) -> dict[str, Tensor]:
     """`optimizer.<parameter>.<key>`, complete once `init_optimizer_state` has run.
 
     Hyperparameters are left out: they follow from the configuration and the step.
     """
-    names = {id(tensor): name for name, tensor in _named_tensors(parts).items()}
-    twins = {id(copy) for copy, _ in _tied_twins(parts)}
+    names = {id(tensor): name for name, tensor in _named_tensors(parts, copies).items()}
+    all_copies = {id(p) for part in parts for name, p in part.named_parameters() if name in tied_copies(parts)}
     state = {}
     for param, values in optimizer.state.items():
-        if id(param) in twins:
+        if id(param) in all_copies and id(param) not in names:
             continue
         assert id(param) in names, f"the optimizer holds a {list(param.shape)} parameter of no part of the model"
         for key, value in values.items():
@@ -77,15 +77,17 @@ def copy_tied(parts: list[nn.Module], optimizer: Optimizer) -> None:
 def _tied_twins(parts: list[nn.Module]) -> list[tuple[Tensor, Tensor]]:
     """(copy, original) of tied parameters that a pipeline has in two stages of this rank."""
     named = {name: p for part in parts for name, p in part.named_parameters()}
-    return [(named[name], named[canonical]) for name, canonical in copies(parts).items() if canonical in named]
+    return [(named[name], named[canonical]) for name, canonical in tied_copies(parts).items() if canonical in named]
 
 
-def _named_tensors(parts: list[nn.Module]) -> dict[str, Tensor]:
-    canonical, twins = copies(parts), {id(copy) for copy, _ in _tied_twins(parts)}
+def _named_tensors(parts: list[nn.Module], copies: bool) -> dict[str, Tensor]:
+    canonical, twins = tied_copies(parts), {id(copy) for copy, _ in _tied_twins(parts)}
     named, seen = {}, set()
     for part in parts:
         # Not named_parameters(): FSDP2 hooks state_dict() to have its parameters sharded.
         for name, tensor in part.state_dict(keep_vars=True).items():
+            if name in canonical and not copies:
+                continue
             name = canonical.get(name, name)
             if id(tensor) not in seen and id(tensor) not in twins:
                 assert name not in named, f"two parts of the model hold a {name!r}"

@@ -1,16 +1,18 @@
 """Saves and loads steps: PyTorch's distributed checkpoint (DCP) inside a commit protocol of our own.
 
-A step is the folder step-N: DCP's files and MANIFEST.json. It is written under another name, manifest last, and
-renamed once every byte is known to be on disk: DCP alone can report success with the disk full.
+A step is the folder step-N: DCP's files, MANIFEST.json with a checksum of each, made while it was written, and a fingerprint of each
+tensor, and the manifest's own checksum. It is written under another name, manifest last, and renamed once every byte is known to be
+on disk: DCP alone can report success with the disk full, and loads flipped bits as if they were right.
 """
 
 import copy
 import errno
-import json
 import os
 import re
 import shutil
+import uuid
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,36 +25,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite import __version__
+from titanlite.checkpoint.fingerprint import fingerprints
+from titanlite.checkpoint.integrity import damaged_files, read_manifest, seal_manifest
 from titanlite.utils import ConfigError, logger
 
-MANIFEST = "MANIFEST.json"
 METADATA = ".metadata"  # DCP's index: which bytes of which file hold which part of a tensor
+
+
+def step_folders(folder: Path) -> list[int]:
+    """Steps that have a folder, ascending, whole or not."""
+    names = (re.fullmatch(r"step-(0|[1-9]\d*)", path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
 
 
 def list_steps(folder: Path) -> list[int]:
     """Committed steps, ascending. What is not whole (no manifest, a file missing or of another size) does not count."""
     steps = []
-    for path in folder.glob("step-*"):
-        if match := re.fullmatch(r"step-(0|[1-9]\d*)", path.name):
-            try:
-                read_manifest(path)
-                steps.append(int(match[1]))
-            except (OSError, ValueError) as error:
-                logger.warning(f"checkpoint={path} is ignored: {error}")
-    return sorted(steps)
+    for step in step_folders(folder):
+        try:
+            read_manifest(folder / f"step-{step}")
+            steps.append(step)
+        except (OSError, ValueError) as error:
+            logger.warning(f"checkpoint={folder}/step-{step} is ignored: {error}")
+    return steps
 
 
-def read_manifest(path: Path) -> dict:
-    """The manifest of the step in `path`. Raises OSError or ValueError if the step is not whole."""
-    manifest = json.loads((path / MANIFEST).read_text())
-    try:
-        files = dict(manifest["files"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{MANIFEST} lists no files") from error
-    for name, size in files.items():
-        if (found := (path / name).stat().st_size) != size:
-            raise ValueError(f"{name} has {found} bytes instead of {size}")
-    return manifest
+def verify_step(path: Path, *, process_group: dist.ProcessGroup | None = None) -> list[str]:
+    """What is wrong with the step in `path`, nothing where it is good. Collective: each rank reads its share of the files."""
+
+    def read() -> dict | str:
+        try:
+            return read_manifest(path)
+        except (OSError, ValueError) as error:
+            return str(error)
+
+    manifest = _on_rank_0(read, process_group)
+    if isinstance(manifest, str):
+        return [manifest]
+    names = sorted(manifest["files"])
+    if not dist.is_initialized():
+        return damaged_files(path, manifest, names)
+    problems: list[list[str]] = [[]] * dist.get_world_size(process_group)
+    share = names[_rank(process_group) :: len(problems)]
+    dist.all_gather_object(problems, damaged_files(path, manifest, share), group=process_group)
+    return sum(problems, [])
+
+
+def quarantine(folder: Path, step: int, problems: list[str]) -> None:
+    """Renames step-N, which is damaged, so that nothing takes it for a checkpoint again; the reason lies beside it."""
+    aside = _unused(folder, f"quarantine-step-{step}")
+    (folder / f"step-{step}").rename(aside)
+    (folder / f"{aside.name}.txt").write_text("\n".join(problems) + "\n")
+    logger.error(f"checkpoint={folder}/step-{step} is damaged and quarantined as {aside.name}: {'; '.join(problems[:3])}")
 
 
 def save(
@@ -78,10 +102,11 @@ def save(
     # DCP copies ahead on the thread's current CUDA stream, which in an asynchronous save is one of device 0.
     ahead_bytes = 10_000_000 if any(tensor.is_cuda for tensor in state.values()) else 0
     try:
-        writer = dcp.FileSystemWriter(temporary, per_thread_copy_ahead=ahead_bytes)
+        writer, mine = _checksumming_writer(temporary, per_thread_copy_ahead=ahead_bytes)
         with _dcp_failures(f"cannot write {temporary} (is the disk full?)"):
             dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
-        _on_rank_0(lambda: _commit(folder, step, extra, process_group), process_group)
+        checksums, tensors = _gathered(mine, process_group), _described(temporary, state, process_group)
+        _on_rank_0(lambda: _commit(folder, step, checksums, tensors, extra, process_group), process_group)
         _on_rank_0(lambda: _delete_old_steps(folder, step, keep_latest_k), process_group)
     finally:
         if _rank(process_group) == 0:
@@ -190,31 +215,100 @@ def _open_step(folder: Path, step: int) -> bool:
     return True
 
 
-def _commit(folder: Path, step: int, extra: dict[str, Any], process_group: dist.ProcessGroup | None) -> None:
+def _checksumming_writer(path: Path, **options: Any) -> tuple[Any, dict[str, str]]:
+    """DCP's writer, and a dict that takes in the checksum of each file it has written."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    checksums: dict[str, str] = {}
+
+    class ChecksummedFiles(FileSystem):
+        @contextmanager
+        def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+            with super().create_stream(path, mode) as stream:
+                if "w" not in mode:
+                    yield stream
+                    return
+                checksummed = _Checksummed(stream)
+                yield checksummed
+                checksums[Path(path).name.removesuffix(".tmp")] = f"{checksummed.crc:08x}"
+
+    writer = dcp.FileSystemWriter(path, **options)
+    writer.fs = ChecksummedFiles()
+    return writer, checksums
+
+
+class _Checksummed:
+    def __init__(self, stream: Any):
+        self.stream, self.crc = stream, 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        assert name not in ("seek", "truncate"), "the checksum is of what is written in order"
+        return getattr(self.stream, name)
+
+
+def _gathered(mine: dict[str, str], process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """All ranks' entries, on rank 0."""
+    if not dist.is_initialized():
+        return mine
+    everyone: list[dict[str, str] | None] | None = None
+    if _rank(process_group) == 0:
+        everyone = [None] * dist.get_world_size(process_group)
+    dist.gather_object(mine, everyone, group=process_group, group_dst=0)
+    return {name: value for one in everyone or [] for name, value in one.items()}
+
+
+def _described(path: Path, state: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+    """Key -> dtype, shape and fingerprint of every tensor that DCP has written into `path`."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    def read() -> dict[str, dict[str, Any]]:
+        saved = FileSystemReader(path).read_metadata().state_dict_metadata
+        return {
+            key: {"dtype": str(tensor.properties.dtype).removeprefix("torch."), "shape": list(tensor.size)}
+            for key, tensor in sorted(saved.items())
+        }
+
+    tensors = _on_rank_0(read, process_group)
+    for key, value in fingerprints(state, list(tensors), process_group).items():
+        tensors[key]["fingerprint"] = value
+    return tensors
+
+
+def _commit(
+    folder: Path,
+    step: int,
+    checksums: dict[str, str],
+    tensors: dict[str, dict[str, Any]],
+    extra: dict[str, Any],
+    process_group: dist.ProcessGroup | None,
+) -> None:
     temporary = folder / f".tmp-step-{step}"
-    sizes, n_tensors = _check_written(temporary)
+    sizes = _check_written(temporary)
     manifest = {
-        "schema": 1,
+        "schema": 2,
+        "uuid": uuid.uuid4().hex,
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "titanlite": __version__,
         "torch": torch.__version__,
         "world_size": dist.get_world_size(process_group) if dist.is_initialized() else 1,
-        "files": sizes,
-        "tensors": n_tensors,
+        "files": {name: {"size": size, "crc32": checksums[name]} for name, size in sizes.items()},
+        "tensors": tensors,
     }
     assert not manifest.keys() & extra.keys(), f"the manifest has keys {list(manifest)} of its own"
-    with open(temporary / MANIFEST, "w") as file:
-        json.dump(manifest | extra, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _fsync_folder(temporary)
+    for path in (*seal_manifest(temporary, manifest | extra), temporary):
+        _fsync(path)
     temporary.rename(folder / f"step-{step}")
-    _fsync_folder(folder)
+    _fsync(folder)
 
 
-def _check_written(path: Path) -> tuple[dict[str, int], int]:
-    """Sizes of the files DCP wrote and the number of tensors. Raises OSError if a part of a tensor is not on disk."""
+def _check_written(path: Path) -> dict[str, int]:
+    """Sizes of the files DCP wrote. Raises OSError if a part of a tensor is not on disk."""
     from torch.distributed.checkpoint import FileSystemReader
 
     metadata = FileSystemReader(path).read_metadata()
@@ -232,7 +326,7 @@ def _check_written(path: Path) -> tuple[dict[str, int], int]:
                 f"{sizes[name]} of {end} bytes are there: the disk is full, or the folder is not shared by all hosts",
                 str(path / name),
             )
-    return sizes, len(metadata.state_dict_metadata)
+    return sizes
 
 
 def _delete_old_steps(folder: Path, written: int, keep_latest_k: int) -> None:
@@ -317,7 +411,7 @@ def _dcp_failures(what: str) -> Iterator[None]:
             raise OSError(getattr(error, "errno", None) or errno.EIO, f"{what} on rank {rank}: {error!r}") from failure
 
 
-def _fsync_folder(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
