@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import titanlite.resume
 import titanlite.train
 import titanlite.trainer
 from titanlite.checkpoint.lock import RunLock
@@ -16,7 +17,7 @@ from titanlite.checkpoint.store import list_steps
 from titanlite.config import load_config
 from titanlite.generate import generate, load_run
 from titanlite.utils import ConfigError
-from titanlite.verify.gang import Gang
+from titanlite.verify.gang import Gang, RankFailed
 
 BASE = """
 [training]
@@ -192,6 +193,50 @@ def test_a_run_that_goes_back_to_a_step_repeats_the_rest_and_moves_later_steps_a
     assert steps(finished)[:5] == [*first, first[3]] and len(steps(finished)) == 6
     assert list_steps(finished / "checkpoint") == [3, 5]
     assert [p.name for p in (finished / "checkpoint").glob("aside-*")] == ["aside-step-4-1"]
+
+
+def _damage(step: Path) -> None:
+    file = max(step.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_quarantined_and_the_run_goes_on_from_the_one_before_bit_for_bit(train, finished):
+    _damage(finished / "checkpoint" / "step-4")
+    assert train("run", "--training.steps", 6, ranks=2) == 0
+    assert train("straight", "--training.steps", 6, ranks=2) == 0
+    assert steps(finished)[4:] == steps(train.folder / "straight", first=4)  # step 4 again, from step 3
+    assert (finished / "checkpoint" / "quarantine-step-4-1").is_dir()
+    assert "has checksum" in (finished / "checkpoint" / "quarantine-step-4-1.txt").read_text()
+    assert list_steps(finished / "checkpoint")[-1] == 6
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, finished):
+    for step in (3, 4):
+        _damage(finished / "checkpoint" / f"step-{step}")
+    for _ in range(2):  # the second time they are quarantined already
+        with pytest.raises(RankFailed, match="NoGoodCheckpoint: .*holds checkpoints, and none is as it was written"):
+            train("run", "--training.steps", 6, ranks=2)
+    assert [s[0] for s in steps(finished)] == [1, 2, 3, 4]
+
+
+def test_a_tensor_that_is_loaded_as_another_is_found(train, finished, monkeypatch):
+    """Its bytes on disk are right: the fault lies between disk and model, as where one rank takes another's shard."""
+    plain = titanlite.resume.load
+
+    def load(folder, step, state):
+        plain(folder, step, state)
+        shard = state["model.layers.0.attention.wq.weight"].detach().to_local()
+        shard.copy_(shard.flip(0))
+
+    monkeypatch.setattr(titanlite.resume, "load", load)
+    fresh = Gang(2)  # it has the patch
+    try:
+        with pytest.raises(RankFailed, match="model.layers.0.attention.wq.weight is not what was written"):
+            fresh.run(_train, str(train.folder.parent / "base.toml"), ("--job.name", "run", "--training.steps", "6"), None, None)
+    finally:
+        fresh.close()
 
 
 @pytest.mark.parametrize("before, after", [(2, 1), (1, 2)])
