@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config, load_config
-from titanlite.trainer import Run, join, setup, train_step
+from titanlite.trainer import Run, join, place, setup, train_step
 
 SEQ_LEN, VOCAB = 32, 257
 
@@ -40,12 +40,12 @@ def rows(kind: str, n: int) -> Batch:
 
 
 def microbatches_of(run: Run, batch: Batch) -> list[Batch]:
-    """This rank's rows of the global batch, in microbatches of training.local_batch_size."""
+    """This rank's part of the global batch, in microbatches of training.local_batch_size."""
     ranks, size = run.mesh.degrees.batch, run.cfg.training.local_batch_size
     mine = len(batch.tokens) // ranks
     start = run.mesh.batch_rank * mine
     cut = lambda x, i: None if x is None else x[i : i + size]  # noqa: E731
-    return [Batch(*(cut(x, i) for x in batch)) for i in range(start, start + mine, size)]
+    return [place(run, Batch(*(cut(x, i) for x in batch))) for i in range(start, start + mine, size)]
 
 
 def full(tensor: torch.Tensor) -> np.ndarray:

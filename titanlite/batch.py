@@ -8,7 +8,7 @@ IGNORE = -100  # a label that is not trained on
 
 
 class Batch(NamedTuple):
-    """One microbatch. A row holds segments of documents; no attention goes from one segment to another.
+    """One microbatch. A row holds segments of documents, one after another; no attention goes from one segment to another.
 
     tokens    [B, S] int64
     labels    [B, S] int64, the token that follows, or IGNORE

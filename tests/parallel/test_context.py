@@ -8,7 +8,7 @@ from tests.ranks import run_ranks
 from tests.runs import rows, small_config, step_of, worst_error
 from titanlite import trainer
 from titanlite.config import Config, Parallelism
-from titanlite.parallel.context import sequence_index
+from titanlite.parallel.context import _in_rank_order, _in_row_order, _whole, sequence_index
 from titanlite.parallel.degrees import resolve_degrees
 from titanlite.trainer import join
 
@@ -47,3 +47,29 @@ def test_flex_attention_gives_the_gradients_of_one_rank_with_masks_whole(tmp_pat
     for ours in run_ranks(_flex_step, 2 if options else 1, small_config(tmp_path, "--model.attention", "flex", *options), batch):
         assert worst_error(ours["gradients"], expected["gradients"]) < 1e-12  # fp64, sums in another order
         assert abs(ours["loss"] / expected["loss"] - 1) < 1e-12
+
+
+def _orders(cfg, seq_len):
+    mesh = join(cfg)
+    cp = mesh.data["cp"]
+    headtail = cfg.parallelism.context_parallel_load_balancer == "headtail"
+    row = torch.arange(seq_len).repeat(2, 1)
+    gathered = _whole(cp, row[:, sequence_index(seq_len, mesh, cfg.parallelism)])
+    back = _in_rank_order(cp, headtail, _in_row_order(cp, headtail, gathered))
+    return _in_row_order(cp, headtail, gathered).tolist() == row.tolist() and back.tolist() == gathered.tolist()
+
+
+@pytest.mark.parametrize("balancer", ["headtail", "none"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_gathered_parts_are_put_back_into_the_order_of_the_row(cp, balancer):
+    cfg = Config(parallelism=Parallelism(context_parallel_degree=cp, context_parallel_load_balancer=balancer))
+    assert run_ranks(_orders, cp, cfg, 32) == [True] * cp
+
+
+@pytest.mark.parametrize("method", ["allgather", "ring", "ulysses"])
+def test_rows_of_one_document_whose_masks_are_left_out_give_the_gradients_of_one_rank(tmp_path, method):
+    batch = rows("even", 4)
+    (expected,) = run_ranks(step_of, 1, small_config(tmp_path), batch)
+    cp = ("--parallelism.context_parallel_degree", "2", "--parallelism.context_parallel_method", method)
+    for ours in run_ranks(step_of, 2, small_config(tmp_path, *cp), batch):
+        assert worst_error(ours["gradients"], expected["gradients"]) < 1e-12  # fp64, sums in another order

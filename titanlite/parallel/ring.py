@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def ring_attention(
-    cp: DeviceMesh, _: Callable, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
-) -> Tensor:
+    forward: Callable, attend: Callable, cp: DeviceMesh, headtail: bool,
+    q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Returns [B, S, H, E]. Its kernels are its own: those of the core cannot say how much a part of the keys weighs."""
     group = cp.get_group()
     mine = torch.stack([positions, torch.zeros_like(positions) if documents is None else documents])
