@@ -106,6 +106,8 @@ def _hidden_width(model: nn.Module, plan: ParallelPlan) -> int:
 
 def pipeline_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Parallelism) -> Callable:
     """`build_forward_backward` for a pipeline: the step's rows run in microbatches of `pipeline_parallel_microbatch_size`."""
+    # NCCL makes a group's communicator with its first batch of messages, to which all ranks must come; later ones are of pairs.
+    dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.data.get_group("pp"))
     schedules: dict[tuple, object] = {}
     step: list = []  # the microbatches, loss function and denominator of the step that runs
 
