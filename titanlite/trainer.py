@@ -38,6 +38,7 @@ class Run:
     forward_backward: ForwardBackward
     loss_fn: LossFn
     flops_per_token: int
+    counted: list[nn.Parameter]  # in the gradient norm: without copies of tied parameters that other pipeline stages hold
     step: int = 0
     tokens: int = 0  # labels trained on, over all ranks
     stop_asked: bool = False  # a signal came in on this rank
@@ -45,11 +46,6 @@ class Run:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (p for part in self.parts for p in part.parameters())
-
-    def canonical_parameters(self) -> list[nn.Parameter]:
-        """Without the copies of tied parameters that other pipeline stages hold."""
-        twice = copies(self.parts)
-        return [p for part in self.parts for name, p in part.named_parameters() if name not in twice]
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         loss_fn = chunk_loss(head, cfg.training.loss_chunk_tokens)
     elif cfg.compile.enable and "loss" in cfg.compile.components:
         loss_fn = torch.compile(cross_entropy, backend=cfg.compile.backend)
-    args = get_args(cfg.model)
+    args, twice = get_args(cfg.model), copies(parts)
     run = Run(
         cfg=cfg,
         mesh=mesh,
@@ -90,6 +86,7 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         optimizer=build_optimizer(parts, cfg.optimizer),
         forward_backward=build_forward_backward(parts, mesh, cfg.parallelism),
         loss_fn=loss_fn,
+        counted=[p for part in parts for name, p in part.named_parameters() if name not in twice],
         flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
     )
     logger.info(
@@ -116,8 +113,7 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     finish_gradients(parameters)
     # The control word: one all-reduce, waited for once, so that no rank ever decides alone.
     loss = loss if mesh.counts_loss else torch.zeros_like(loss)
-    counted = run.canonical_parameters() if mesh.degrees.pp > 1 else parameters
-    squares = local_square_sum(counted, mesh.world_size // mesh.degrees.pp)
+    squares = local_square_sum(run.counted, mesh.world_size // mesh.degrees.pp)
     flags = torch.tensor([run.stop_asked, run.data_error is not None], dtype=torch.float64)
     word = torch.cat([torch.stack([loss, squares.to(loss.device)]), flags.to(loss.device)])
     dist.all_reduce(word)
