@@ -12,7 +12,6 @@ import re
 import shutil
 import uuid
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from torch import Tensor
 from titanlite import __version__
 from titanlite.checkpoint.fingerprint import fingerprints
 from titanlite.checkpoint.integrity import damaged_files, read_manifest, seal_manifest
+from titanlite.checkpoint.writer import checksumming_writer
 from titanlite.utils import ConfigError, logger
 
 METADATA = ".metadata"  # DCP's index: which bytes of which file hold which part of a tensor
@@ -102,7 +102,7 @@ def save(
     # DCP copies ahead on the thread's current CUDA stream, which in an asynchronous save is one of device 0.
     ahead_bytes = 10_000_000 if any(tensor.is_cuda for tensor in state.values()) else 0
     try:
-        writer, mine = _checksumming_writer(temporary, per_thread_copy_ahead=ahead_bytes)
+        writer, mine = checksumming_writer(temporary, per_thread_copy_ahead=ahead_bytes)
         with _dcp_failures(f"cannot write {temporary} (is the disk full?)"):
             dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
         checksums, tensors = _gathered(mine, process_group), _described(temporary, state, process_group)
@@ -213,42 +213,6 @@ def _open_step(folder: Path, step: int) -> bool:
             path.rename(aside)
     (folder / f".tmp-step-{step}").mkdir(parents=True)
     return True
-
-
-def _checksumming_writer(path: Path, **options: Any) -> tuple[Any, dict[str, str]]:
-    """DCP's writer, and a dict that takes in the checksum of each file it has written."""
-    from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystem
-
-    checksums: dict[str, str] = {}
-
-    class ChecksummedFiles(FileSystem):
-        @contextmanager
-        def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-            with super().create_stream(path, mode) as stream:
-                if "w" not in mode:
-                    yield stream
-                    return
-                checksummed = _Checksummed(stream)
-                yield checksummed
-                checksums[Path(path).name.removesuffix(".tmp")] = f"{checksummed.crc:08x}"
-
-    writer = dcp.FileSystemWriter(path, **options)
-    writer.fs = ChecksummedFiles()
-    return writer, checksums
-
-
-class _Checksummed:
-    def __init__(self, stream: Any):
-        self.stream, self.crc = stream, 0
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.stream.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        assert name not in ("seek", "truncate"), "the checksum is of what is written in order"
-        return getattr(self.stream, name)
 
 
 def _gathered(mine: dict[str, str], process_group: dist.ProcessGroup | None) -> dict[str, str]:
