@@ -187,12 +187,12 @@ def test_a_run_in_two_halves_equals_one_in_one_go_bit_for_bit(train, degree, mod
     assert records(train.folder / "two")[7]["event"] == "resume"
 
 
-def test_a_run_that_goes_back_to_a_step_repeats_the_rest_and_moves_later_steps_aside(train, finished):
+def test_a_run_that_goes_back_to_a_step_repeats_the_rest_and_abandons_later_steps(train, finished):
     first = steps(finished)
     assert train("run", "--training.steps", 5, "--checkpoint.load_step", 3, ranks=2) == 0
     assert steps(finished)[:5] == [*first, first[3]] and len(steps(finished)) == 6
     assert list_steps(finished / "checkpoint") == [3, 5]
-    assert [p.name for p in (finished / "checkpoint").glob("aside-*")] == ["aside-step-4-1"]
+    assert [p.name for p in (finished / "checkpoint" / "abandoned").iterdir()] == ["step-4-1"]
 
 
 def _damage(step: Path) -> None:

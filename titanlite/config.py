@@ -128,7 +128,7 @@ class Checkpoint:
     interval: int = 500  # steps between saves; the last step is always saved
     keep_latest_k: int = 10  # older ones are deleted; 0: keep all
     async_mode: Literal["disabled", "async"] = "disabled"  # async: written by a thread while training goes on
-    load_step: int = -1  # goes back to this step, later ones are moved aside; -1: the newest
+    load_step: int = -1  # goes back to this step, later ones are moved into abandoned/; -1: the newest
     last_save_model_only: bool = False  # the last save leaves out what is needed to go on training
 
 

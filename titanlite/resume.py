@@ -14,10 +14,10 @@ from titanlite.checkpoint.integrity import read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
 from titanlite.checkpoint.store import (
     AsyncSaver,
+    abandon_after,
     load,
     quarantine,
     save,
-    set_aside_after,
     step_folders,
     verify_step,
 )
@@ -121,7 +121,7 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
 
 
 def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor:
-    """Brings the run to where it was after `step`; returns the data positions [V, 2]. Later steps are moved aside.
+    """Brings the run to where it was after `step`; returns the data positions [V, 2]. Later steps are moved into abandoned/.
 
     The ranks' random states come back only on as many ranks as wrote them.
     """
@@ -161,7 +161,7 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
     run.step, run.tokens = int(state["train.step"]), int(state["train.tokens"])
     _check_loaded(path, run_state(run, state["data.positions"], copies=False), manifest["tensors"])
     _set_rng_state({key.split(".", 1)[1]: value for key, value in state.items() if key.startswith("rng_")})
-    on_rank_0(lambda: set_aside_after(folder, step))
+    on_rank_0(lambda: abandon_after(folder, step))
     logger.info(f"resumed={path} step={run.step} tokens={run.tokens}")
     return state["data.positions"]
 

@@ -1,9 +1,11 @@
+import errno
 import json
 import logging
 import os
 import resource
 import subprocess
 import threading
+import types
 import zlib
 
 import pytest
@@ -259,12 +261,15 @@ def test_a_file_that_cannot_grow_raises_on_every_rank_and_leaves_no_half_step(tm
     assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
 
 
-def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_step(tmp_path):
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_a_full_disk_raises_on_every_rank_and_leaves_no_half_step(tmp_path, monkeypatch, foreseen):
+    if not foreseen:  # what was free when the save began is gone
+        monkeypatch.setattr(store, "_check_space", lambda path, needed: None)
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True).returncode:
         pytest.skip("a small file system needs the right to mount")
     try:
         errors = run_ranks(write_too_much, 2, tmp_path)
-        assert errors[0] == errors[1] and "cannot write" in errors[0]
+        assert errors[0] == errors[1] and ("a step takes 3.8 MiB" if foreseen else "cannot write") in errors[0]
         assert sorted(os.listdir(tmp_path)) == ["step-1", "step-3"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
@@ -408,4 +413,15 @@ def test_an_asynchronous_failure_is_raised_once_by_the_next_wait(tmp_path):
         saver.wait()
     saver.start(tmp_path, 1, {"model.w": torch.ones(3)}, extra={}, keep_latest_k=0)
     saver.wait()
+    assert list_steps(tmp_path) == [1]
+
+
+def test_a_disk_too_small_for_the_step_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=100))
+    state = {"model.w": torch.zeros(26), "train.step": torch.tensor(1)}  # 104 and 8 bytes
+    with pytest.raises(OSError, match="a step takes 0.0 MiB, 0.0 MiB are free") as error:
+        save(tmp_path, 1, state, extra={}, keep_latest_k=0)
+    assert error.value.errno == errno.ENOSPC and os.listdir(tmp_path) == []
+    monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=112))
+    save(tmp_path, 1, state, extra={}, keep_latest_k=0)
     assert list_steps(tmp_path) == [1]

@@ -34,13 +34,17 @@ def fingerprints(state: dict[str, Tensor], keys: list[str], process_group: dist.
     return {key: f"{value % 2**64:016x}" for key, value in zip(keys, found)}
 
 
+def holds_first_replica(tensor: DTensor) -> bool:
+    """Whether this rank is the one, among those that hold the same shard, that counts."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return all(c == 0 for c, place in zip(coordinate, tensor.placements) if place.is_replicate())
+
+
 def _of_shard(tensor: DTensor) -> Tensor:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    coordinate = tensor.device_mesh.get_coordinate()
-    counts = all(c == 0 for c, place in zip(coordinate, tensor.placements) if place.is_replicate())
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _of(tensor.to_local().detach(), offset) if counts else torch.zeros((), dtype=torch.int64)
+    return _of(tensor.to_local().detach(), offset) if holds_first_replica(tensor) else torch.zeros((), dtype=torch.int64)
 
 
 def _of(local: Tensor, offset: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,6 @@ import errno
 import os
 import re
 import shutil
-import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,9 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titanlite import __version__
-from titanlite.checkpoint.fingerprint import fingerprints
+from titanlite.checkpoint.fingerprint import fingerprints, holds_first_replica
 from titanlite.checkpoint.integrity import damaged_files, read_manifest, seal_manifest
 from titanlite.checkpoint.writer import checksumming_writer
 from titanlite.utils import ConfigError, logger
@@ -99,9 +99,11 @@ def save(
     temporary = folder / f".tmp-step-{step}"
     if not _on_rank_0(lambda: _open_step(folder, step), process_group):
         return
+    needed = _bytes_of(state, process_group)
     # DCP copies ahead on the thread's current CUDA stream, which in an asynchronous save is one of device 0.
     ahead_bytes = 10_000_000 if any(tensor.is_cuda for tensor in state.values()) else 0
     try:
+        _on_rank_0(lambda: _check_space(temporary, needed), process_group)
         writer, mine = checksumming_writer(temporary, per_thread_copy_ahead=ahead_bytes)
         with _dcp_failures(f"cannot write {temporary} (is the disk full?)"):
             dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
@@ -184,13 +186,16 @@ class AsyncSaver:
             pending.result()
 
 
-def set_aside_after(folder: Path, step: int) -> None:
-    """Renames the steps after `step`, from which a run has gone back: they would pass for what it trains now."""
-    for later in list_steps(folder):
-        if later > step:
-            aside = _unused(folder, f"aside-step-{later}")
-            (folder / f"step-{later}").rename(aside)
-            logger.warning(f"checkpoint={folder}/step-{later} is moved to {aside.name}: the run goes on from step {step}")
+def abandon_after(folder: Path, step: int) -> None:
+    """Moves the steps after `step`, from which a run has gone back, into abandoned/: they would pass for what it trains now."""
+    later_steps = [later for later in step_folders(folder) if later > step]
+    for later in later_steps:
+        (folder / "abandoned").mkdir(exist_ok=True)
+        aside = _unused(folder / "abandoned", f"step-{later}")
+        (folder / f"step-{later}").rename(aside)
+        logger.warning(f"checkpoint={folder}/step-{later} is moved to abandoned/{aside.name}: the run goes on from step {step}")
+    for changed in (folder / "abandoned", folder) if later_steps else ():
+        _fsync(changed)  # before anything is trained that they could be taken for
 
 
 def _unused(folder: Path, name: str) -> Path:
@@ -213,6 +218,25 @@ def _open_step(folder: Path, step: int) -> bool:
             path.rename(aside)
     (folder / f".tmp-step-{step}").mkdir(parents=True)
     return True
+
+
+def _bytes_of(state: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> int:
+    """What all ranks' tensors take on disk; of replicas of a shard one counts."""
+    total = torch.zeros((), dtype=torch.int64)
+    for tensor in state.values():
+        if not isinstance(tensor, DTensor):
+            total += tensor.nbytes
+        elif holds_first_replica(tensor):
+            total += tensor.to_local().nbytes
+    if dist.is_initialized():
+        dist.all_reduce(total, group=process_group)
+    return int(total)
+
+
+def _check_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"a step takes {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free", str(path))
 
 
 def _gathered(mine: dict[str, str], process_group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -255,7 +279,6 @@ def _commit(
     sizes = _check_written(temporary)
     manifest = {
         "schema": 2,
-        "uuid": uuid.uuid4().hex,
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "titanlite": __version__,
