@@ -158,7 +158,7 @@ def covering_layouts(strength: int, ranks: Callable[[str], int]) -> list[str]:
     """Each choice alone, then layouts that between them hold every legal combination of `strength` choices (absence is one).
 
     `ranks` gives a layout's world size, 0 where it is not legal. Each layout is grown from a combination that is still
-    missing by the choices that bring in the most others; four more ranks must bring in one.
+    missing by the choices that bring in the most others; four more ranks, or one that compiles, must bring in one.
     """
     ranks = functools.cache(ranks)
     missing = {
@@ -173,7 +173,9 @@ def covering_layouts(strength: int, ranks: Callable[[str], int]) -> list[str]:
         for line in sorted(set(range(len(CHOICES))) - {line for line, _ in chosen}):
             options = [(line, choice) for choice in CHOICES[line] if ranks(_text((*chosen, (line, choice))))]
             new = {option: len(missing.keys() & _combinations(chosen, option, strength)) for option in options}
-            chosen.append(max(options, key=lambda option: new[option] - ranks(_text((*chosen, option))) / 4))
+            texts = {option: _text((*chosen, option)) for option in options}
+            cost = {option: ranks(text) * (4 if "compile" in text else 1) / 4 for option, text in texts.items()}
+            chosen.append(max(options, key=lambda option: new[option] - cost[option]))
         layouts.append(_text(chosen))
         for last in range(strength, len(chosen) + 1):
             for combination in _combinations(chosen[: last - 1], chosen[last - 1], strength):
