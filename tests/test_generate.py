@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.runs import full
-from titanlite import train
+from titanlite import resume, train
 from titanlite.cli import main
 from titanlite.config import load_config
 from titanlite.generate import _choose, generate, load_run
@@ -106,8 +106,8 @@ def test_a_temperature_of_or_near_0_takes_the_likeliest(temperature):
 
 def _train(cfg) -> dict:
     """Trains, and gives back the weights that the last step left."""
-    runs, setup = [], train.setup
-    train.setup = lambda *args: runs.append(setup(*args)) or runs[0]
+    runs, setup = [], resume.setup
+    resume.setup = lambda *args: runs.append(setup(*args)) or runs[0]
     code = train.train(cfg, {})
     return {"code": code, **{name: full(p) for part in runs[0].parts for name, p in part.named_parameters()}}
 

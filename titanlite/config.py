@@ -124,10 +124,12 @@ class Compile:
 @dataclass(frozen=True)
 class Checkpoint:
     enable: bool = False
-    folder: str = "checkpoint"  # inside the run's folder
+    folder: str = "checkpoint"  # inside the run's folder; or a URL that fsspec knows, s3://bucket/runs say, and job.name in it
     interval: int = 500  # steps between saves; the last step is always saved
     keep_latest_k: int = 10  # older ones are deleted; 0: keep all
-    async_mode: Literal["disabled", "async"] = "disabled"  # async: written by a thread while training goes on
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"  # written by a thread; by a process of its own
+    max_failed_saves: int = 3  # saves in a row; one more stops the run
+    exclude_from_loading: tuple[str, ...] = ()  # what keeps its initial values: "optimizer", "model.output", patterns of keys, "data", "rng"
     load_step: int = -1  # goes back to this step, later ones are moved into abandoned/; -1: the newest
     last_save_model_only: bool = False  # the last save leaves out what is needed to go on training
 

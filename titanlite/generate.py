@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.checkpoint.folder import checkpoint_folder, list_steps
+from titanlite.checkpoint.integrity import DamagedStep
 from titanlite.checkpoint.state import model_state
-from titanlite.checkpoint.store import list_steps, load, verify_step
+from titanlite.checkpoint.store import load, verify_step
 from titanlite.config import Config, load_config
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
 from titanlite.models import get_family, get_model
@@ -53,7 +55,7 @@ def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder} is not a run's folder: it has no config.toml")
     cfg, _ = load_config(folder / "config.toml")
-    checkpoints = folder / cfg.checkpoint.folder
+    checkpoints = checkpoint_folder(cfg, folder)
     steps = list_steps(checkpoints)
     if not steps:
         raise ConfigError(f"{checkpoints} holds no checkpoint: train with --checkpoint.enable")
@@ -63,7 +65,10 @@ def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]
     if problems := verify_step(checkpoints / f"step-{step}"):
         raise ConfigError(f"{checkpoints}/step-{step} is damaged: {'; '.join(problems)}; use another --step of {', '.join(map(str, steps))}")
     tokenizer = build_tokenizer(cfg.model, folder, None)
-    return _whole_model(cfg, checkpoints, step), tokenizer, step
+    try:
+        return _whole_model(cfg, checkpoints, step), tokenizer, step
+    except DamagedStep as damage:
+        raise ConfigError(f"{checkpoints}/step-{step} is damaged: {damage}") from damage
 
 
 def _whole_model(cfg: Config, checkpoints: Path, step: int) -> nn.Module:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titanlite.config import Config, Help, Origins, defaults_help, load_config
-from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, Fault, explain
 
 EXIT_CODE_FILE = "TITANLITE_EXIT_CODE_FILE"  # where rank 0 leaves its exit code for `titanlite train --nproc N`
 
@@ -16,8 +16,8 @@ EXIT_CODE_FILE = "TITANLITE_EXIT_CODE_FILE"  # where rank 0 leaves its exit code
 def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], usage: str) -> int:
     """Exit code of `fn` on the configuration, and where its values come from, that `argv` (a TOML file, then --section.key value) gives.
 
-    A ConfigError becomes one message and exit code 2. Every rank meets it, rank 0 reports it: the others wait for
-    the launcher to end them, so that it has time to. A signal that `fn` does not handle ends it at once with 75.
+    A ConfigError becomes one message and exit code 2, a Fault one and 1. Every rank meets it, rank 0 reports it: the others
+    wait for the launcher to end them, so that it has time to. A signal that `fn` does not handle ends it at once with 75.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     origins: Origins = {}
@@ -33,13 +33,13 @@ def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], us
         if rank == 0:
             print(f"usage: {usage}\n{text}")
         return EXIT_DONE
-    except ConfigError as error:
+    except (ConfigError, Fault) as error:
         if rank != 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(10)
         else:
             print(explain(error, origins), file=sys.stderr, flush=True)
-        code = EXIT_USER
+        code = EXIT_FAULT if isinstance(error, Fault) else EXIT_USER
     except KeyboardInterrupt:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, once another rank has ended
         if rank == 0:

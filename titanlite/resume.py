@@ -1,81 +1,72 @@
 """What a run's checkpoint holds, saving it and going on from it."""
 
+import base64
 import hashlib
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.checkpoint.fingerprint import fingerprints
-from titanlite.checkpoint.integrity import read_manifest
+from titanlite.checkpoint.asynchronous import SLOW_DISK, ProcessSaver, ThreadSaver
+from titanlite.checkpoint.folder import abandon_after, quarantine, set_strangers_aside, step_folders
+from titanlite.checkpoint.integrity import DamagedStep, read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
-from titanlite.checkpoint.store import (
-    AsyncSaver,
-    abandon_after,
-    load,
-    quarantine,
-    save,
-    step_folders,
-    verify_step,
-)
+from titanlite.checkpoint.store import load, read_rank_states, save, verify_step
 from titanlite.config import Config, to_toml
 from titanlite.data.loader import TrainLoader
-from titanlite.parallel.mesh import on_rank_0
-from titanlite.trainer import Run
-from titanlite.utils import ConfigError, logger
+from titanlite.parallel.collective import on_rank_0
+from titanlite.parallel.mesh import Mesh
+from titanlite.trainer import Run, setup
+from titanlite.utils import ConfigError, Fault, logger
 
-
-def run_state(run: Run, positions: Tensor, *, copies: bool) -> dict[str, Tensor]:
-    """Everything later steps depend on, live tensors under the same keys in every layout but for the ranks' RNG.
-
-    positions [V, 2] int64: where each logical shard of the data stands. `copies`: with those of tied parameters.
-    """
-    state = {
-        **model_state(run.parts, copies=copies),
-        **optimizer_state(run.optimizer, run.parts, copies=copies),
-        "train.step": torch.tensor(run.step),
-        "train.tokens": torch.tensor(run.tokens),
-        "data.positions": positions,
-    }
-    return state | {f"rng_{run.mesh.rank}.{key}": value for key, value in _rng_state().items()}
+SAVERS = {"disabled": None, "async": ThreadSaver, "async_with_pinned_mem": ProcessSaver}
 
 
 class Saver:
-    """Saves a run's steps into its folder, at once or by a thread. Made and used by all ranks together.
+    """Saves a run's steps into its folder. Made and used by all ranks together.
 
     It has a gloo group of its own, with time for slow disks.
     """
 
     def __init__(self, run: Run, loader: TrainLoader, folder: Path, *, data: str):
         self.run, self.loader, self.folder, self.data = run, loader, folder, data
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
-        self.background = AsyncSaver(self.group) if run.cfg.checkpoint.async_mode == "async" else None
+        self.group = dist.new_group(backend="gloo", timeout=SLOW_DISK)
+        background = SAVERS[run.cfg.checkpoint.async_mode]
+        self.background = background and background(self.group)
+        self.failures = 0  # in a row
 
     def save(self, *, last: bool) -> bool:
-        """Whether the step is on its way to the disk. A failure to write is told, on all ranks, and training may go on."""
+        """Whether the step is on its way to the disk. A failure to write is told, on all ranks, and training may go on until
+        `checkpoint.max_failed_saves` have failed in a row; then raises Fault.
+        """
         run, cfg = self.run, self.run.cfg.checkpoint
-        positions = _gathered_positions(run, self.loader.positions)
         model_only = last and cfg.last_save_model_only
-        state = model_state(run.parts, copies=False) if model_only else run_state(run, positions, copies=False)
-        facts = {
-            "tokens": run.tokens,
-            "logical_shards": len(positions),
-            "data": self.data,
-            "seed": run.cfg.debug.seed,
-            "model_only": model_only,
-            "degrees": str(run.mesh.degrees),
-            "config_sha256": hashlib.sha256(to_toml(run.cfg).encode()).hexdigest(),
+        state = model_state(run.parts)
+        if not model_only:
+            state |= optimizer_state(run.optimizer, run.parts)
+        options = {
+            "extra": {
+                "tokens": run.tokens,
+                "logical_shards": len(self.loader.positions) * run.mesh.degrees.batch,
+                "data": self.data,
+                "seed": run.cfg.debug.seed,
+                "model_only": model_only,
+                "degrees": str(run.mesh.degrees),
+                "config_sha256": hashlib.sha256(to_toml(run.cfg).encode()).hexdigest(),
+            },
+            "rank_state": None if model_only else rank_state(run.mesh, self.loader.positions),
+            "keep_latest_k": cfg.keep_latest_k,
         }
-        options = {"extra": facts, "keep_latest_k": cfg.keep_latest_k}
         self.wait()  # here, so that a failure of the save before does not keep this one from being tried
         try:
             if self.background:
                 self.background.start(self.folder, run.step, state, **options)
             else:
                 save(self.folder, run.step, state, **options, process_group=self.group)
+                self.failures = 0
         except OSError as e:
             return self._failed(e)
         return self.wait() if last else True
@@ -83,18 +74,41 @@ class Saver:
     def wait(self) -> bool:
         """Returns when nothing is being written any more; whether it was written."""
         try:
-            if self.background:
-                self.background.wait()
+            if self.background and self.background.wait():
+                self.failures = 0
         except OSError as e:
             return self._failed(e)
         return True
 
+    def close(self) -> None:
+        """Lets what is being written be finished, whatever ended the run."""
+        if self.background:
+            self.background.close()
+
     def _failed(self, error: OSError) -> bool:
-        logger.error(f"checkpoint_failed step={self.run.step} {error}: training goes on, the last good checkpoint is kept")
+        self.failures += 1
+        most = self.run.cfg.checkpoint.max_failed_saves
+        what = f"checkpoint_failed step={self.run.step} failures={self.failures} {error}"
+        if self.failures > most:
+            raise Fault(f"{what}: more than checkpoint.max_failed_saves={most} in a row; the last good checkpoint is kept")
+        logger.error(f"{what}: training goes on, the last good checkpoint is kept, the next save tries again")
         return False
 
 
-class NoGoodCheckpoint(RuntimeError):
+def rank_state(mesh: Mesh, positions: Tensor) -> dict[str, Any]:
+    """What this rank alone knows: its random state, and where the logical shards of the data stand whose rows it reads first.
+
+    positions [R, 2] int64, of the rows R * batch_rank, R * batch_rank + 1, ... of the global batch.
+    """
+    generators = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    first = mesh.batch_rank * len(positions)
+    rows = dict(enumerate(positions.tolist(), first)) if mesh.counts_labels else {}
+    return {"rng": {key: base64.b64encode(bytes(state.tolist())).decode() for key, state in generators.items()}, "rows": rows}
+
+
+class NoGoodCheckpoint(Fault):
     """There are checkpoints, and none can be trusted: training must not start anew as if there were none."""
 
 
@@ -102,6 +116,7 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
     """The step to go on from: `checkpoint.load_step`, else the newest whose files are as they were written, or None where
     there is none. A damaged one is quarantined. Raises NoGoodCheckpoint where there are some and all are damaged.
     """
+    on_rank_0(lambda: set_strangers_aside(folder))
     steps = on_rank_0(lambda: step_folders(folder))
     wanted = cfg.checkpoint.load_step
     if wanted != -1 and wanted not in steps:
@@ -120,19 +135,60 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
     return None
 
 
-def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor:
-    """Brings the run to where it was after `step`; returns the data positions [V, 2]. Later steps are moved into abandoned/.
+def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: int, data: str) -> tuple[Run, Tensor | None]:
+    """A run as it was after `step`, and its data positions [rows, 2]; or, without a step, a new one.
 
-    The ranks' random states come back only on as many ranks as wrote them.
+    Where loading shows that a step is not what was written it is quarantined, and the one before is loaded into a run that is
+    built anew: a half-loaded one could keep a part of it.
+    """
+    run = setup(cfg, mesh)
+    while step is not None:
+        try:
+            return run, resume(run, folder, step, rows, data)
+        except DamagedStep as damage:
+            problems = [str(damage)]
+        on_rank_0(partial(quarantine, folder, step, problems))
+        run = None  # its memory
+        run = setup(cfg, mesh)
+        step = find_checkpoint(cfg, folder)
+    return run, None
+
+
+def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor | None:
+    """Brings the run to where it was after `step`; returns the data positions [V, 2], None where they are excluded.
+
+    Later steps are moved into abandoned/. The ranks' random states come back only on as many ranks as wrote them.
     """
     path = folder / f"step-{step}"
     manifest = on_rank_0(lambda: read_manifest(path))
+    exclude = run.cfg.checkpoint.exclude_from_loading
     if manifest["model_only"]:
         raise ConfigError(
             f"{path} holds the model only (it was written with checkpoint.last_save_model_only): training cannot go on from "
             f"it; start another run under another --job.name",
             "checkpoint.last_save_model_only",
         )
+    if "data" not in exclude:
+        _check_same_data(path, manifest, run.cfg, global_batch_size, data)
+    init_optimizer_state(run.optimizer)
+    state = model_state(run.parts, copies=True) | optimizer_state(run.optimizer, run.parts, copies=True)
+    counted = model_state(run.parts) | optimizer_state(run.optimizer, run.parts)
+    load(folder, step, state, counted=counted, exclude=exclude)
+    copy_tied(run.parts, run.optimizer)
+    run.step, run.tokens = manifest["step"], manifest["tokens"]
+    rank_states = read_rank_states(path, manifest)
+    if manifest["world_size"] == run.mesh.world_size and "rng" not in exclude:
+        _set_rng_state(rank_states[run.mesh.rank]["rng"])
+    on_rank_0(lambda: abandon_after(folder, step))
+    logger.info(f"resumed={path} step={run.step} tokens={run.tokens}")
+    if "data" in exclude:
+        return None
+    rows = {int(row): place for one in rank_states.values() for row, place in one["rows"].items()}
+    return torch.tensor([rows[row] for row in range(global_batch_size)])
+
+
+def _check_same_data(path: Path, manifest: dict[str, Any], cfg: Config, global_batch_size: int, data: str) -> None:
+    """Positions mean something only in the same data, in the same order."""
     if manifest["logical_shards"] != global_batch_size:
         raise ConfigError(
             f"{path} was written with {manifest['logical_shards']} rows a step, this run has {global_batch_size}: the order of "
@@ -141,55 +197,22 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
         )
     if manifest["data"] != data:
         raise ConfigError(
-            f"{path} was written while training on other data than training.dataset={run.cfg.training.dataset!r} now gives: "
-            f"positions in it mean nothing here; bring the data back, or start another run under another --job.name",
+            f"{path} was written while training on other data than training.dataset={cfg.training.dataset!r} now gives: "
+            f"positions in it mean nothing here; bring the data back, start another run under another --job.name, or begin the "
+            f'new data from its start with checkpoint.exclude_from_loading=["data"]',
             "training.dataset",
             "training.dataset_path",
         )
-    if manifest["seed"] != run.cfg.debug.seed:
+    if manifest["seed"] != cfg.debug.seed:
         raise ConfigError(
-            f"{path} was written with debug.seed={manifest['seed']}, this run has {run.cfg.debug.seed}: the order of samples "
+            f"{path} was written with debug.seed={manifest['seed']}, this run has {cfg.debug.seed}: the order of samples "
             f"would change; set debug.seed={manifest['seed']}",
             "debug.seed",
         )
-    init_optimizer_state(run.optimizer)
-    state = run_state(run, torch.zeros(global_batch_size, 2, dtype=torch.int64), copies=True)
-    if manifest["world_size"] != run.mesh.world_size:
-        state = {key: value for key, value in state.items() if not key.startswith("rng_")}
-    load(folder, step, state)
-    copy_tied(run.parts, run.optimizer)
-    run.step, run.tokens = int(state["train.step"]), int(state["train.tokens"])
-    _check_loaded(path, run_state(run, state["data.positions"], copies=False), manifest["tensors"])
-    _set_rng_state({key.split(".", 1)[1]: value for key, value in state.items() if key.startswith("rng_")})
-    on_rank_0(lambda: abandon_after(folder, step))
-    logger.info(f"resumed={path} step={run.step} tokens={run.tokens}")
-    return state["data.positions"]
 
 
-def _check_loaded(path: Path, state: dict[str, Tensor], written: dict[str, dict]) -> None:
-    keys = [key for key in written if not key.startswith("rng_")]  # of ranks that may not be
-    for key, found in fingerprints(state, keys, None).items():
-        if found != written[key]["fingerprint"]:
-            raise NoGoodCheckpoint(
-                f"{path}: {key} is not what was written, although its file is: fingerprint {found}, not {written[key]['fingerprint']}"
-            )
-
-
-def _gathered_positions(run: Run, mine: Tensor) -> Tensor:
-    """[V, 2]: every batch rank's `mine` [R, 2], in the order of rows."""
-    group = run.mesh.data.get_group("batch")
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return torch.cat(everyone)
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def _set_rng_state(state: dict[str, Tensor]) -> None:
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def _set_rng_state(state: dict[str, str]) -> None:
+    tensors = {key: torch.tensor(list(base64.b64decode(value)), dtype=torch.uint8) for key, value in state.items()}
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])

@@ -16,7 +16,8 @@ import torch
 import titanlite
 from titanlite.checkpoint.lock import RunLock
 from titanlite.config import Config, to_toml
-from titanlite.parallel.mesh import Mesh, on_all_ranks, on_rank_0
+from titanlite.parallel.collective import on_all_ranks, on_rank_0
+from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, setup_logging
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from titanlite.checkpoint.folder import checkpoint_folder
 from titanlite.config import Config, Origins, to_toml
 from titanlite.data.loader import TrainLoader, build_train_loader, validation_batches
 from titanlite.data.sources import Source, build_source
@@ -16,11 +17,11 @@ from titanlite.data.tokenizer import build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
 from titanlite.models import get_args
 from titanlite.observe.metrics import MetricsLogger, StepTimer
+from titanlite.parallel.collective import on_rank_0, rank_0_first
 from titanlite.parallel.compat import set_timeout
-from titanlite.parallel.mesh import on_rank_0, rank_0_first
-from titanlite.resume import Saver, find_checkpoint, resume
+from titanlite.resume import Saver, find_checkpoint, setup_from
 from titanlite.run_folder import open_run_folder, record_start
-from titanlite.trainer import Run, join, next_microbatches, setup, step_record, train_step, validation_loss
+from titanlite.trainer import Run, join, next_microbatches, step_record, train_step, validation_loss
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
 from titanlite.validate import global_batch_size
 
@@ -32,7 +33,7 @@ def train(cfg: Config, _: Origins) -> int:
     with open_run_folder(cfg, mesh) as folder:
         if cfg.job.print_config:
             logger.info(to_toml(cfg))
-        checkpoints = folder / cfg.checkpoint.folder
+        checkpoints = checkpoint_folder(cfg, folder)
         start = find_checkpoint(cfg, checkpoints) if cfg.checkpoint.enable else None
         if start is not None and start >= t.steps:
             logger.info(f"run={folder} is finished: step {start} of {t.steps}; a higher --training.steps prolongs it")
@@ -43,9 +44,8 @@ def train(cfg: Config, _: Origins) -> int:
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, source))
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)
 
-        run = setup(cfg, mesh)
         rows = global_batch_size(cfg, mesh.degrees)
-        positions = None if start is None else resume(run, checkpoints, start, rows, source.fingerprint)
+        run, positions = setup_from(cfg, mesh, checkpoints, start, rows, source.fingerprint)
         ranks = {"dp_rank": mesh.batch_rank, "dp_degree": mesh.degrees.batch}
         loader = build_train_loader(
             t, source, tokenizer, seed=cfg.debug.seed, global_batch_size=rows, positions=positions, **ranks
@@ -55,7 +55,11 @@ def train(cfg: Config, _: Origins) -> int:
         if heldout is not None:
             validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
         saver = Saver(run, loader, checkpoints, data=source.fingerprint) if cfg.checkpoint.enable else None
-        return _loop(run, loader, folder, validate_now, saver)
+        try:
+            return _loop(run, loader, folder, validate_now, saver)
+        finally:
+            if saver:
+                saver.close()
 
 
 def _loop(

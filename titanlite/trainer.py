@@ -19,12 +19,12 @@ from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_f
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
 from titanlite.parallel.pipeline import copies, head_of
-from titanlite.utils import ConfigError, logger
+from titanlite.utils import ConfigError, Fault, logger
 from titanlite.validate import global_batch_size, validate
 
 
-class TrainingFault(RuntimeError):
-    """Training cannot go on; nothing bad was applied. All ranks raise it together."""
+class TrainingFault(Fault):
+    """Training cannot go on; nothing bad was applied."""
 
 
 @dataclass
@@ -226,7 +226,10 @@ def _raise_data_error(run: Run) -> None:
     """All ranks raise what the first rank with a data error met."""
     errors: list[Exception | None] = [None] * run.mesh.world_size
     mine = run.data_error
-    dist.all_gather_object(errors, mine if isinstance(mine, ConfigError | None) else TrainingFault(repr(mine)))
+    if not isinstance(mine, ConfigError | None):
+        logger.error("this rank's data cannot be read", exc_info=mine)  # into its log: the message holds no traceback
+        mine = TrainingFault(f"rank {run.mesh.rank} cannot read its data: {mine!r}")
+    dist.all_gather_object(errors, mine)
     raise next(e for e in errors if e is not None)
 
 

@@ -25,9 +25,16 @@ class ConfigError(ValueError):
         return ConfigError, (str(self), *self.keys)
 
 
-def explain(error: ConfigError, origins: Mapping[str, str]) -> str:
+class Fault(RuntimeError):
+    """What the user must know of and did not cause by the configuration: one message without a traceback, exit code 1.
+
+    All ranks raise it together.
+    """
+
+
+def explain(error: ConfigError | Fault, origins: Mapping[str, str]) -> str:
     """The message for the user: what is wrong, then where each key involved was set."""
-    places = [f"  {key} is set at {origins[key]}" for key in error.keys if key in origins]
+    places = [f"  {key} is set at {origins[key]}" for key in getattr(error, "keys", ()) if key in origins]
     return "\n".join([f"titanlite: error: {error}", *places])
 
 

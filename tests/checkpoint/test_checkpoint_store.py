@@ -4,23 +4,23 @@ import logging
 import os
 import resource
 import subprocess
-import threading
 import types
 import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.checkpoint.small_model import build, full_state, train
 from tests.ranks import run_ranks
 from titanlite.checkpoint import store
+from titanlite.checkpoint.folder import list_steps
+from titanlite.checkpoint.integrity import read_manifest
 from titanlite.checkpoint.state import init_optimizer_state, model_state, optimizer_state
-from titanlite.checkpoint.store import AsyncSaver, list_steps, load, save
+from titanlite.checkpoint.store import load, read_rank_states, save
 from titanlite.utils import ConfigError, logger
 
 
@@ -41,43 +41,6 @@ def loaded(folder, step):
     state = {"model.w": torch.zeros(3), "train.step": torch.tensor(0)}
     load(folder, step, state)
     return state["model.w"].tolist(), state["train.step"].item()
-
-
-class Model(nn.Module):
-    """Sizes that no number of ranks divides, one of them smaller than it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(6, 5)
-        self.gate = nn.Linear(5, 1)
-        self.register_buffer("load", torch.zeros(3))
-
-    def forward(self, x):
-        return self.gate(self.first(x).relu())
-
-
-def build(seed):
-    torch.manual_seed(seed)
-    model = Model()
-    fully_shard(model.first)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-
-def train(model, optimizer, n_steps):
-    torch.manual_seed(n_steps)
-    for _ in range(n_steps):
-        model(torch.randn(4, 6)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full_state(model, optimizer):
-    state = model_state([model]) | optimizer_state(optimizer, [model])
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().tolist()
-        for name, tensor in state.items()
-    }
 
 
 def test_fsdp_on_2_ranks_loads_exactly_on_1_and_4_ranks(tmp_path):
@@ -157,7 +120,7 @@ def test_the_manifest_names_every_file_with_its_size_and_what_the_caller_adds(tm
         name: {"size": p.stat().st_size, "crc32": f"{zlib.crc32(p.read_bytes()):08x}"} for name, p in files.items()
     }
     assert {key: manifest[key] for key in ("schema", "step", "world_size", "tokens")} == {
-        "schema": 2, "step": 5, "world_size": 1, "tokens": 123,
+        "schema": 3, "step": 5, "world_size": 1, "tokens": 123,
     }  # fmt: skip
     assert {key: (t["dtype"], t["shape"]) for key, t in manifest["tensors"].items()} == {
         "model.w": ("float32", [3]), "train.step": ("int64", []),
@@ -361,61 +324,6 @@ def test_another_model_is_refused_before_any_tensor_changes_with(tmp_path, diffe
     assert not any(tensor.any() for tensor in state.values())
 
 
-def test_an_asynchronous_save_holds_the_values_of_its_start(tmp_path):
-    def save_and_go_on():
-        model, optimizer = build(seed=1)
-        saver, counts = AsyncSaver(dist.new_group(backend="gloo")), {"tokens": [0]}
-        expected = []
-        for step in (1, 2, 3):
-            train(model, optimizer, 1)
-            expected.append(full_state(model, optimizer))
-            state = model_state([model]) | optimizer_state(optimizer, [model])
-            saver.start(tmp_path, step, state, extra=counts, keep_latest_k=0)
-            train(model, optimizer, 1)  # collectives of the default group while the thread uses its own
-            counts["tokens"][0] += 1
-        saver.wait()
-        for step in (1, 2, 3):
-            manifest = load(tmp_path, step, state)
-            assert full_state(model, optimizer) == expected[step - 1]
-            assert manifest["tokens"] == [step - 1]
-
-    run_ranks(save_and_go_on, 2)
-    assert list_steps(tmp_path) == [1, 2, 3]
-
-
-def test_an_asynchronous_save_keeps_its_values_and_the_next_one_waits_for_it(tmp_path, monkeypatch):
-    go = threading.Event()
-    monkeypatch.setattr(store, "save", lambda *args, **options: go.wait(20) and save(*args, **options))
-    saver, weights = AsyncSaver(None), torch.ones(3)
-
-    def start(step):
-        saver.start(tmp_path, step, {"model.w": weights}, extra={}, keep_latest_k=0)
-
-    start(1)
-    weights.fill_(2)
-    second = threading.Thread(target=start, args=(2,))
-    second.start()
-    second.join(0.3)
-    assert second.is_alive()
-    go.set()
-    second.join()
-    saver.wait()
-    for step in (1, 2):
-        load(tmp_path, step, {"model.w": weights})
-        assert weights.tolist() == [step] * 3
-
-
-def test_an_asynchronous_failure_is_raised_once_by_the_next_wait(tmp_path):
-    saver = AsyncSaver(None)
-    (tmp_path / "file").touch()
-    saver.start(tmp_path / "file", 1, {"model.w": torch.ones(3)}, extra={}, keep_latest_k=0)
-    with pytest.raises(OSError, match="file"):
-        saver.wait()
-    saver.start(tmp_path, 1, {"model.w": torch.ones(3)}, extra={}, keep_latest_k=0)
-    saver.wait()
-    assert list_steps(tmp_path) == [1]
-
-
 def test_a_disk_too_small_for_the_step_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=100))
     state = {"model.w": torch.zeros(26), "train.step": torch.tensor(1)}  # 104 and 8 bytes
@@ -425,3 +333,60 @@ def test_a_disk_too_small_for_the_step_is_told_before_anything_is_written(tmp_pa
     monkeypatch.setattr("shutil.disk_usage", lambda path: types.SimpleNamespace(free=112))
     save(tmp_path, 1, state, extra={}, keep_latest_k=0)
     assert list_steps(tmp_path) == [1]
+
+
+def test_parameters_that_were_frozen_begin_with_fresh_optimizer_state_and_those_frozen_now_leave_theirs(tmp_path, log):
+    weights = {"model.a": torch.ones(2), "model.b": torch.ones(3)}
+    old = weights | {f"optimizer.a.{key}": torch.full((2,), 7.0) for key in ("exp_avg", "exp_avg_sq")}
+    save(tmp_path, 1, old, extra={}, keep_latest_k=0)
+    new = {key: torch.zeros_like(value) for key, value in weights.items()} | {
+        f"optimizer.b.{key}": torch.zeros(3) for key in ("exp_avg", "exp_avg_sq")
+    }
+    load(tmp_path, 1, new)
+    assert new["model.a"].all() and new["model.b"].all() and not new["optimizer.b.exp_avg"].any()
+    assert "optimizer state starts anew for b, is left out for a" in log.text
+
+
+def test_another_optimizer_is_no_frozen_parameter(tmp_path):
+    save(tmp_path, 1, {"model.a": torch.ones(2), "optimizer.a.exp_avg": torch.ones(2)}, extra={}, keep_latest_k=0)
+    with pytest.raises(ConfigError, match="optimizer.a.exp_avg: float32 .2. in the checkpoint, absent in this run"):
+        load(tmp_path, 1, {"model.a": torch.zeros(2), "optimizer.a.momentum_buffer": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("exclude", [["model.new", "model.old"], ["model.[no]*"], ["model.new", "model.old", "optimizer"]])
+def test_added_and_removed_parameters_are_refused_unless_they_are_excluded(tmp_path, exclude):
+    saved = {"model.a": torch.ones(2), "model.old": torch.ones(3), "optimizer.a.step": torch.ones(())}
+    save(tmp_path, 1, saved, extra={}, keep_latest_k=0)
+    state = {"model.a": torch.zeros(2), "model.new": torch.full((4,), 5.0), "optimizer.a.step": torch.zeros(())}
+    with pytest.raises(ConfigError, match="2 tensors differ(.|\n)*checkpoint.exclude_from_loading"):
+        load(tmp_path, 1, state)
+    load(tmp_path, 1, state, exclude=exclude)
+    assert state["model.a"].all() and (state["model.new"] == 5).all()
+    assert state["optimizer.a.step"] == ("optimizer" not in exclude)
+
+
+def test_each_ranks_own_state_comes_back_on_any_number_of_ranks(tmp_path):
+    def write():
+        save(tmp_path, 1, {"model.w": torch.ones(1)}, extra={}, keep_latest_k=0, rank_state={"mine": dist.get_rank()})
+
+    def read():
+        return read_rank_states(tmp_path / "step-1", read_manifest(tmp_path / "step-1"))
+
+    run_ranks(write, 3)
+    assert sorted(p.name for p in (tmp_path / "step-1" / "rank_state").iterdir()) == ["0.json", "1.json", "2.json"]
+    for ranks in (1, 2, 4):
+        assert run_ranks(read, ranks) == [{0: {"mine": 0}, 1: {"mine": 1}, 2: {"mine": 2}}] * ranks
+
+
+def test_a_rank_that_alone_cannot_write_its_own_state_fails_the_save_of_all(tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write():
+        if dist.get_rank() == 1:
+            type(tmp_path).write_bytes = full
+        with pytest.raises(OSError, match="No space left"):
+            save(tmp_path, 1, {"model.w": torch.ones(1)}, extra={}, keep_latest_k=0, rank_state={})
+
+    run_ranks(write, 2)
+    assert os.listdir(tmp_path) == []

@@ -1,18 +1,24 @@
 """Damage of every kind is found, and a fingerprint is the same under every layout and sees what moved."""
 
+import itertools
 import json
+import math
 import random
 import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
 from titanlite.checkpoint.fingerprint import fingerprints
-from titanlite.checkpoint.store import list_steps, quarantine, save, verify_step
+from titanlite.checkpoint.folder import list_steps, quarantine
+from titanlite.checkpoint.store import save, verify_step
 from titanlite.cli import main
 
 
@@ -113,7 +119,7 @@ def test_a_quarantined_step_is_no_checkpoint_any_more_and_the_reason_lies_beside
     assert (step.parent / "quarantine-step-1-1" / "MANIFEST.json").is_file()
 
 
-def _w(n=0, **_):
+def _w(n=0):
     return torch.randn(6, 5, generator=torch.Generator().manual_seed(n))
 
 
@@ -121,59 +127,123 @@ def fingerprint(tensor):
     return fingerprints({"x": tensor}, ["x"], None)["x"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+DTYPES = [getattr(torch, name) for name in ["float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "int64", "int16", "uint8", "bool"]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fingerprint_sees_every_flipped_bit(dtype):
     tensor = (_w() * 10).to(dtype)
     before = fingerprint(tensor)
     assert fingerprint(tensor.clone()) == before
-    raw = tensor.view(torch.uint8) if dtype is not torch.bool else None
-    for i in range(0 if raw is None else raw.numel()):
-        for bit in range(8):
-            raw.view(-1)[i] ^= 1 << bit
+    raw = tensor.view(torch.uint8).view(-1)
+    for i in range(len(raw)):
+        for bit in range(1 if dtype is torch.bool else 8):
+            raw[i] ^= 1 << bit
             assert fingerprint(tensor) != before
-            raw.view(-1)[i] ^= 1 << bit
-    if raw is None:
-        tensor[3, 3] = ~tensor[3, 3]
+            raw[i] ^= 1 << bit
+    assert fingerprint(tensor) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fingerprint_sees_two_flipped_signs(dtype):
+    tensor = _w().to(dtype)
+    before, flat = fingerprint(tensor), tensor.view(-1)
+    for i, j in itertools.combinations(range(30), 2):  # of 435 pairs one in 2^16 would cancel, and the weights are fixed
+        flat[[i, j]] *= -1
         assert fingerprint(tensor) != before
+        flat[[i, j]] *= -1
 
 
-def test_a_fingerprint_sees_permutations_along_any_dimension_and_another_shape():
-    tensor = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fingerprint_sees_permutations_along_any_dimension(dtype):
+    tensor = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     seen = {fingerprint(tensor)}
     for dim in range(3):
-        for shift in range(1, tensor.shape[dim]):
-            seen.add(fingerprint(tensor.roll(shift, dim)))
-    assert len(seen) == 1 + 3 + 2 + 4
-    assert fingerprint(torch.arange(5)) != fingerprint(torch.arange(5).flip(0))
+        for order in itertools.permutations(range(tensor.shape[dim])):
+            seen.add(fingerprint(tensor.index_select(dim, torch.tensor(order))))
+    assert len(seen) == 1 + (24 - 1) + (6 - 1) + (120 - 1)
+    seen = {fingerprint(torch.arange(5000).roll(shift)) for shift in (0, 1, 1024, 2048, 3976)}
+    assert len(seen) == 5
+    square = tensor.view(4, 15)[:, :4]
+    assert fingerprint(square) != fingerprint(square.t())
+
+
+def test_a_fingerprint_is_of_the_elements_and_not_of_how_they_lie_in_memory():
+    tensor = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
     assert fingerprint(tensor.transpose(0, 2)) == fingerprint(tensor.transpose(0, 2).contiguous())
+    for dtype in (torch.bfloat16, torch.uint8):
+        row = (10 * tensor.abs()).to(dtype).view(-1)
+        for start in range(1, 5):  # an address that is not one of a whole word
+            assert fingerprint(row[start:]) == fingerprint(row[start:].clone())
+    assert fingerprint(torch.ones(3, 1).as_strided((3, 1), (1, 7))) == fingerprint(torch.ones(3, 1))
+    assert fingerprint(torch.tensor(2.5)) not in (fingerprint(torch.tensor(-2.5)), fingerprint(torch.tensor(0.0)))
+    assert fingerprint(torch.empty(0, 3)) == fingerprint(torch.empty(3, 0)) == fingerprint(torch.zeros(4)) == "0" * 16
 
 
-LAYOUTS = {
-    "one": (1, [Replicate()]),
-    "rows": (2, [Shard(0)]),
-    "uneven rows": (4, [Shard(0)]),
-    "columns": (3, [Shard(1)]),
-    "copies": (3, [Replicate()]),
-}
+LAYOUTS = [  # degrees of the mesh, placements
+    ((1,), [Replicate()]),
+    ((2,), [Replicate()]),
+    ((2,), [Shard(0)]),
+    ((2,), [Shard(1)]),
+    ((3,), [Shard(0)]),
+    ((3,), [Shard(1)]),
+    ((4,), [Shard(0)]),  # 6 rows: one rank has none
+    ((4,), [Shard(1)]),  # 5 columns: 2, 2, 1, none
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(1), Shard(1)]),
+    ((2, 2), [Shard(1), Shard(0)]),
+    ((2, 2), [Replicate(), Shard(1)]),
+    ((2, 2), [Shard(0), Replicate()]),
+]
 
 
 def test_a_fingerprint_is_the_same_under_every_layout():
-    def of(world_size, placements):
-        mesh = init_device_mesh("cpu", (world_size,))
-        whole = {key: _w(n).to(dtype) for n, (key, dtype) in enumerate({"a": torch.float32, "b": torch.bfloat16}.items())}
-        state = {key: distribute_tensor(value, mesh, placements) for key, value in whole.items()}
-        return fingerprints(state | {"plain": torch.arange(4)}, ["a", "b", "plain"], None)
+    whole = {str(dtype): (10 * _w(n)).to(dtype) for n, dtype in enumerate(DTYPES)}
+    whole["cube"] = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole["long"] = torch.randn(2, 300_001, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole["tall"] = torch.randn(2_001, 300, generator=torch.Generator().manual_seed(0))
+    plain = {key: fingerprint(value) for key, value in whole.items()} | {"plain": fingerprint(torch.arange(4))}
 
-    def of_two_axes():
-        mesh = init_device_mesh("cpu", (2, 2))
-        whole = {key: _w(n).to(dtype) for n, (key, dtype) in enumerate({"a": torch.float32, "b": torch.bfloat16}.items())}
-        state = {"a": distribute_tensor(whole["a"], mesh, [Shard(0), Shard(1)]), "b": distribute_tensor(whole["b"], mesh, [Replicate(), Shard(0)])}
-        return fingerprints(state | {"plain": torch.arange(4)}, ["a", "b", "plain"], None)
+    def of_layouts():
+        found = []
+        for degrees, placements in LAYOUTS:
+            mesh, state = DeviceMesh("cpu", torch.arange(math.prod(degrees)).view(degrees)), {}
+            if mesh.get_coordinate() is not None:
+                state = {key: distribute_tensor(value, mesh, placements, src_data_rank=None) for key, value in whole.items()}
+                state["plain"] = torch.arange(4)
+            found.append(fingerprints(state, list(plain), None))
+        return found
 
-    expected = run_ranks(of, *LAYOUTS["one"][:1], *LAYOUTS["one"])[0]
-    for world_size, placements in LAYOUTS.values():
-        assert run_ranks(of, world_size, world_size, placements) == [expected] * world_size
-    assert run_ranks(of_two_axes, 4) == [expected] * 4
+    for found in run_ranks(of_layouts, 4):
+        for layout, prints in zip(LAYOUTS, found, strict=True):
+            assert prints == plain, layout
+
+
+def test_a_fingerprint_of_fsdp_over_tensor_parallel_is_that_of_the_whole():
+    whole = torch.randn(12, 10, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def of_both():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        found = []
+        for style in (ColwiseParallel(), RowwiseParallel()):
+            layer = nn.Linear(10, 12, bias=False, dtype=torch.bfloat16)
+            layer.weight.data.copy_(whole)
+            fully_shard(parallelize_module(layer, mesh["tp"], style), mesh=mesh["fsdp"])
+            found.append((str(layer.weight.placements), fingerprints({"x": layer.weight}, ["x"], None)["x"]))
+        return found
+
+    for colwise, rowwise in run_ranks(of_both, 4):
+        assert "_StridedShard(dim=0" in colwise[0] and "Shard(dim=1)" in rowwise[0]
+        assert colwise[1] == rowwise[1] == fingerprint(whole)
+
+
+def test_a_rank_may_hold_some_of_the_keys():
+    def of_two():
+        mine = "ab"[dist.get_rank()]
+        return fingerprints({mine: _w(), "both": _w(1)}, ["a", "b", "both"], None)
+
+    expected = {"a": fingerprint(_w()), "b": fingerprint(_w()), "both": fingerprint(_w(1))}
+    assert run_ranks(of_two, 2) == [expected] * 2
 
 
 def test_diff_names_what_two_steps_do_not_have_alike(tmp_path, capsys):

@@ -1,10 +1,9 @@
-"""`titanlite checkpoint list | verify | diff | prune`: what a run's checkpoints are worth. Imports no torch."""
+"""`titanlite checkpoint list | verify | diff | prune | pin | unpin`: what a run's checkpoints are worth. Imports no torch."""
 
 import argparse
-import re
-import shutil
 from pathlib import Path
 
+from titanlite.checkpoint.folder import checkpoint_folder, delete_step, is_pinned, pin, step_folders
 from titanlite.checkpoint.integrity import damaged_files, read_manifest
 from titanlite.config import load_config
 from titanlite.utils import ConfigError
@@ -17,37 +16,40 @@ def checkpoint_command(argv: list[str]) -> int:
     for name, words in (
         ("list", "the steps of a run, and whether each is whole"),
         ("verify", "read every file of every step and compare it with its checksum"),
-        ("prune", "delete all but the newest good steps"),
+        ("prune", "delete all but the newest good steps and pinned ones"),
+        ("pin", "keep a step from being deleted by prune, and by training (checkpoint.keep_latest_k)"),
+        ("unpin", "let it be deleted again"),
     ):
         command = commands.add_parser(name, help=words, description=words)
         command.add_argument("run", type=Path, help="a run's folder, or that of its checkpoints")
         if name == "prune":
             command.add_argument("--keep", type=int, default=1, help="how many good steps stay (default: 1)")
+        if name in ("pin", "unpin"):
+            command.add_argument("step", type=int)
     command = commands.add_parser("diff", help="tensors that two steps do not have alike", description="tensors that two steps do not have alike")
     command.add_argument("a", type=Path, help="a step's folder, .../step-N")
     command.add_argument("b", type=Path)
     args = parser.parse_args(argv)
     if args.command == "diff":
         return _diff(args.a, args.b)
-    folder = _checkpoint_folder(args.run)
+    folder = _folder(args.run)
     if args.command == "prune":
         return _prune(folder, args.keep)
+    if args.command in ("pin", "unpin"):
+        return _pin(folder, args.step, args.command == "pin")
     return _report(folder, every_byte=args.command == "verify")
 
 
-def _checkpoint_folder(run: Path) -> Path:
+def _folder(run: Path) -> Path:
     if not run.is_dir():
         raise ConfigError(f"there is no folder {run}")
+    folder = run
     if (run / "config.toml").is_file():
         cfg, _ = load_config(run / "config.toml")
-        run = run / cfg.checkpoint.folder
-    if not _steps(run):
-        raise ConfigError(f"{run} holds no checkpoint: expected folders step-N")
-    return run
-
-
-def _steps(folder: Path) -> list[int]:
-    return sorted(int(p.name[5:]) for p in folder.glob("step-*") if re.fullmatch(r"step-(0|[1-9]\d*)", p.name))
+        folder = checkpoint_folder(cfg, run)
+    if not step_folders(folder):
+        raise ConfigError(f"{folder} holds no checkpoint: expected folders step-N")
+    return folder
 
 
 def _problems(path: Path, *, every_byte: bool) -> list[str]:
@@ -60,7 +62,7 @@ def _problems(path: Path, *, every_byte: bool) -> list[str]:
 
 def _report(folder: Path, *, every_byte: bool) -> int:
     bad = 0
-    for step in _steps(folder):
+    for step in step_folders(folder):
         path = folder / f"step-{step}"
         problems = _problems(path, every_byte=every_byte)
         bad += bool(problems)
@@ -69,8 +71,12 @@ def _report(folder: Path, *, every_byte: bool) -> int:
             continue
         manifest = read_manifest(path)
         size = sum(file["size"] for file in manifest["files"].values()) / 2**20
-        print(f"{path.name:<12} {'good' if every_byte else 'whole'}  {manifest['time']}  {len(manifest['tensors'])} tensors  {size:,.1f} MiB", flush=True)
-    print(f"{len(_steps(folder))} steps, {bad} damaged")
+        print(
+            f"{path.name:<12} {'good' if every_byte else 'whole'}  {manifest['time']}  {len(manifest['tensors'])} tensors  {size:,.1f} MiB"
+            f"{'  pinned' if is_pinned(folder, step) else ''}",
+            flush=True,
+        )
+    print(f"{len(step_folders(folder))} steps, {bad} damaged")
     return int(bad > 0)
 
 
@@ -98,14 +104,22 @@ def _diff(a: Path, b: Path) -> int:
 def _prune(folder: Path, keep: int) -> int:
     if keep < 1:
         raise ConfigError(f"--keep={keep}: expected at least 1, or nothing would be left to go on from")
-    steps = _steps(folder)
+    steps = step_folders(folder)
     good = [step for step in reversed(steps) if not _problems(folder / f"step-{step}", every_byte=True)]
     if not good:
         print(f"{len(steps)} steps, none of them good: nothing is deleted")
         return 1
-    for step in [step for step in steps if step not in good[:keep]]:
-        doomed = (folder / f"step-{step}").rename(folder / f".tmp-deleted-step-{step}")  # first, so that a cut deletion leaves no torn step
-        shutil.rmtree(doomed)
+    kept = [step for step in steps if step in good[:keep] or is_pinned(folder, step)]
+    for step in [step for step in steps if step not in kept]:
+        delete_step(folder, step)
         print(f"deleted step-{step}{'' if step in good else ' (damaged)'}")
-    print(f"kept {', '.join(f'step-{step}' for step in sorted(good[:keep]))}")
+    print(f"kept {', '.join(f'step-{step}' for step in kept)}")
+    return 0
+
+
+def _pin(folder: Path, step: int, pinned: bool) -> int:
+    if step not in step_folders(folder):
+        raise ConfigError(f"step {step}: {folder} holds {', '.join(map(str, step_folders(folder)))}")
+    pin(folder, step).touch() if pinned else pin(folder, step).unlink(missing_ok=True)
+    print(f"step-{step} is {'' if pinned else 'not '}pinned")
     return 0

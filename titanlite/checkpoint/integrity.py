@@ -1,4 +1,4 @@
-"""What proves that a step's files and tensors are those that were written. Files are checked without torch."""
+"""What proves that a step's files and tensors are those that were written. Imports no torch."""
 
 import json
 import zlib
@@ -7,14 +7,19 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST, SEAL = "MANIFEST.json", "MANIFEST.crc32"  # the seal is the manifest's own checksum
+SCHEMA = 3
+
+
+class DamagedStep(OSError):
+    """A step, or what came of loading it, is not what was written."""
 
 
 def seal_manifest(folder: Path, manifest: dict[str, Any]) -> list[Path]:
-    """Writes the manifest and its seal; returns their paths."""
+    """Writes the manifest's seal and then the manifest; returns their paths."""
     data = json.dumps(manifest, indent=1).encode()
-    (folder / MANIFEST).write_bytes(data)
     (folder / SEAL).write_text(checksum(data))
-    return [folder / MANIFEST, folder / SEAL]
+    (folder / MANIFEST).write_bytes(data)
+    return [folder / SEAL, folder / MANIFEST]
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -23,12 +28,24 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if checksum(data).encode() != (path / SEAL).read_bytes():
         raise ValueError(f"{MANIFEST} and {SEAL} do not fit: one of them is damaged")
     manifest = json.loads(data)
+    if manifest["schema"] != SCHEMA:
+        raise ValueError(f"it has schema {manifest['schema']}, which only another version of titanlite reads, not {SCHEMA}")
+    sizes = file_sizes(path)
     for name, file in manifest["files"].items():
-        if (found := (path / name).stat().st_size) != file["size"]:
-            raise ValueError(f"{name} has {found} bytes instead of {file['size']}")
-    if strange := {p.name for p in path.iterdir()} - {MANIFEST, SEAL, *manifest["files"]}:
+        if sizes.get(name) != file["size"]:
+            raise ValueError(f"{name} has {sizes[name]} bytes instead of {file['size']}" if name in sizes else f"{name} is missing")
+    if strange := sizes.keys() - {MANIFEST, SEAL, *manifest["files"]}:
         raise ValueError(f"{', '.join(sorted(strange))} does not belong to the step")
     return manifest
+
+
+def file_sizes(path: Path) -> dict[str, int]:
+    """Name, relative to `path` -> bytes, of every file below it."""
+    if isinstance(path, Path):
+        return {p.relative_to(path).as_posix(): p.stat().st_size for p in path.rglob("*") if p.is_file()}
+    path.fs.invalidate_cache()  # another process may have written since
+    found = path.fs.find(path.path, detail=True)  # one request, whatever the number of files
+    return {name.split(f"/{path.name}/", 1)[1]: info["size"] for name, info in found.items()}
 
 
 def damaged_files(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> list[str]:

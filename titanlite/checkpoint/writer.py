@@ -1,34 +1,48 @@
-"""DCP's file writer, with a checksum of each file made while it is written."""
+"""DCP's reader and writer of a step's folder, the latter with a checksum of each file made while it is written."""
 
-import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+
+def step_reader(path: Path) -> Any:
+    """DCP's reader; `path` may be universal_pathlib's of a remote store."""
+    from torch.distributed import checkpoint as dcp
+
+    if isinstance(path, Path):
+        return dcp.FileSystemReader(path)
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(str(path), **path.storage_options)
 
 
 def checksumming_writer(path: Path, **options: Any) -> tuple[Any, dict[str, str]]:
     """DCP's writer, and a dict that takes in the checksum of each file it has written."""
     from torch.distributed import checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import FileSystem
 
+    if isinstance(path, Path):
+        writer = dcp.FileSystemWriter(path, **options)
+    else:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        writer = FsspecWriter(str(path), **options, **path.storage_options)
     checksums: dict[str, str] = {}
-
-    class ChecksummedFiles(FileSystem):
-        @contextmanager
-        def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
-            with super().create_stream(path, mode) as stream:
-                if "w" not in mode:
-                    yield stream
-                    return
-                checksummed = _Checksummed(stream)
-                yield checksummed
-                checksums[Path(path).name.removesuffix(".tmp")] = f"{checksummed.crc:08x}"
-
-    writer = dcp.FileSystemWriter(path, **options)
-    writer.fs = ChecksummedFiles()
+    writer.fs.create_stream = partial(_checksummed, writer.fs.create_stream, checksums)
     return writer, checksums
+
+
+@contextmanager
+def _checksummed(create_stream: Callable, checksums: dict[str, str], path: Path | str, mode: str) -> Iterator[Any]:
+    with create_stream(path, mode) as stream:
+        if "w" not in mode:
+            yield stream
+            return
+        checksummed = _Checksummed(stream)
+        yield checksummed
+        checksums[Path(path).name.removesuffix(".tmp")] = f"{checksummed.crc:08x}"
 
 
 class _Checksummed:

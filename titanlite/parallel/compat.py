@@ -4,12 +4,18 @@ import csv
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
 def unflatten(mesh: DeviceMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     """A view of the one-dimensional `mesh` with the given axes. All views of one root may be used together."""
     return mesh._unflatten(0, sizes, names)
+
+
+def silent_mesh(ranks: Tensor) -> DeviceMesh:
+    """A mesh of CPU ranks that says who is where, and makes no process group."""
+    return DeviceMesh("cpu", ranks, _init_backend=False)
 
 
 def set_timeout(timeout_s: int, group: dist.ProcessGroup) -> None:

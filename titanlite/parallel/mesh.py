@@ -1,10 +1,8 @@
 """Process groups: the device, the launch environment and the named views of one root mesh."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,42 +91,3 @@ def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
         data=unflatten(world, ("pp", "batch", "cp", "tp"), (d.pp, d.batch, d.cp, d.tp)),
         dense=unflatten(world, ("pp", "dp_replicate", "fsdp", "tp"), (d.pp, d.dp_replicate, d.fsdp, d.tp)),
     )
-
-
-T = TypeVar("T")
-
-
-def on_all_ranks(fn: Callable[[], T]) -> T:
-    """`fn()`, run by every rank. If it is a user's mistake on some rank, all ranks raise the first one, so none waits."""
-    result, error = None, None
-    try:
-        result = fn()
-    except ConfigError as e:
-        error = e
-    errors: list[ConfigError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for error in errors:
-        if error is not None:
-            raise error
-    return result
-
-
-def on_rank_0(fn: Callable[[], T]) -> T:
-    """What `fn()` returns on rank 0, on every rank; an exception it raises there is raised by every rank."""
-    outcome: list[object] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = fn()
-        except Exception as e:
-            outcome[1] = e
-    dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-def rank_0_first(fn: Callable[[], T]) -> T:
-    """`fn()` on rank 0, then on the others, which find what rank 0 left (a cache, a file)."""
-    first = dist.get_rank() == 0
-    result = on_all_ranks(lambda: fn() if first else None)
-    return on_all_ranks(lambda: result if first else fn())
