@@ -147,9 +147,9 @@ def test_argparse_mistakes_have_exit_code_2_too(capsys, argv):
 )  # fmt: skip
 def test_nproc_may_stand_anywhere_and_is_not_handed_on(monkeypatch, words):
     started = []
-    monkeypatch.setattr(cli, "_torchrun", lambda nproc, args: started.append((nproc, args)) or 75)
+    monkeypatch.setattr(cli, "_torchrun", lambda nproc, timeout_s, args: started.append((nproc, timeout_s, args)) or 75)
     assert main(["train", *words]) == 75
-    assert started == [(2, ["-m", "titanlite.train", DEBUG, "--training.steps", "3"])]
+    assert started == [(2, 30, ["-m", "titanlite.train", DEBUG, "--training.steps", "3"])]
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def gang():
     """The exit code that titanlite makes of two ranks of torchrun, each running a program with `rank` and `code_file`."""
     start = "import os, sys\nrank, code_file = int(os.environ['RANK']), os.environ['TITANLITE_EXIT_CODE_FILE']\n"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    yield lambda program: cli._torchrun(2, ["--no-python", sys.executable, "-c", start + program])
+    yield lambda program, timeout_s=30: cli._torchrun(2, timeout_s, ["--no-python", sys.executable, "-c", start + program])
     for number, handler in handlers.items():  # torchrun's stay behind
         signal.signal(number, handler)
 
@@ -169,6 +169,22 @@ def test_a_gangs_exit_code_is_that_of_rank_0_unless_another_rank_failed(gang):
     assert gang(f"if rank == 0: open(code_file, 'w').write('75')\n{wait}sys.exit(75)") == 75
     assert gang(f"if rank == 0: open(code_file, 'w').write('0')\n{wait}sys.exit(3 * rank)") == 1
     assert gang("os.kill(os.getpid(), 9)") == 1
+
+
+@pytest.mark.parametrize("timeout_s, code", [(1, 1), (20, 75)])
+def test_a_signalled_gang_has_as_long_to_save_as_its_last_save_took(gang, timeout_s, code):
+    """One that is killed leaves no code of its own: a fault."""
+    program = """
+import signal, time
+def save(*_):
+    time.sleep(4)
+    if rank == 0: open(code_file, 'w').write('75')
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+if rank == 0: os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    assert gang(program, timeout_s) == code
 
 
 def test_the_saved_configuration_and_the_printed_one_agree(tmp_path, capsys):

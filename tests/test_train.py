@@ -466,3 +466,21 @@ def test_tiny_data_and_rows_of_one_token_train(train, tmp_path, text):
     assert train("run", *data, ranks=2) == 0
     last = steps(train.folder / "run")[-1]
     assert last[4] == 4 * 4 and 0 < last[5] < 8
+
+
+def test_more_failed_saves_in_a_row_than_allowed_stop_the_run_and_a_good_one_begins_the_count_anew(train):
+    assert train("run", "--training.steps", 2) == 0
+    options = ("--checkpoint.interval", 1, "--checkpoint.max_failed_saves", 2, "--training.steps", 9)
+    message = train("run", *options, most_bytes=100_000)
+    assert "checkpoint_failed step=5 failures=3" in message and "more than checkpoint.max_failed_saves=2 in a row" in message
+    assert [s[0] for s in steps(train.folder / "run")] == [1, 2, 3, 4, 5]
+    assert list_steps(train.folder / "run" / "checkpoint") == [2]
+    assert train("run", *options) == 0
+    assert [s[0] for s in steps(train.folder / "run")] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_data_and_optimizer_can_be_left_out_when_a_run_goes_on(train, finished, tmp_path):
+    (tmp_path / "other.txt").write_text("other data\n" * 1000)
+    options = ("--training.steps", 6, "--training.dataset_path", tmp_path / "other.txt")
+    assert train("run", *options, "--checkpoint.exclude_from_loading", "data", "optimizer", ranks=2) == 0
+    assert [s[0] for s in steps(finished)] == [1, 2, 3, 4, 5, 6]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config import Config, Origins, to_dict
-from titanlite.launch import EXIT_CODE_FILE, run_as_command
+from titanlite.launch import EXIT_CODE_FILE, run_as_command, shutdown_timeout_s
 from titanlite.parallel.degrees import resolve_degrees
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest
 
@@ -47,9 +47,16 @@ def _train(argv: list[str]) -> int:
     nproc, argv = _take_nproc(argv)
     if nproc is None or not argv or argv[0].startswith("-") or {"-h", "--help"} & set(argv):
         return run_as_command(_train_here, argv, TRAIN_USAGE)
-    # Mistakes are answered here, once, before a gang is started.
-    code = run_as_command(lambda cfg, _: resolve_degrees(cfg.parallelism, nproc) and EXIT_DONE, argv, TRAIN_USAGE)
-    return code or _torchrun(nproc, ["-m", "titanlite.train", *argv])
+    timeout_s = 0
+
+    def check(cfg: Config, _: Origins) -> int:
+        """Mistakes are answered here, once, before a gang is started."""
+        nonlocal timeout_s
+        resolve_degrees(cfg.parallelism, nproc)
+        timeout_s = shutdown_timeout_s(cfg)
+        return EXIT_DONE
+
+    return run_as_command(check, argv, TRAIN_USAGE) or _torchrun(nproc, timeout_s, ["-m", "titanlite.train", *argv])
 
 
 def _train_here(cfg: Config, origins: Origins) -> int:
@@ -69,7 +76,7 @@ def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
     return None, argv
 
 
-def _torchrun(nproc: int, args: list[str]) -> int:
+def _torchrun(nproc: int, shutdown_timeout_s: int, args: list[str]) -> int:
     """The exit code of rank 0 under torchrun, which itself only knows 0 and 1.
 
     torchrun runs in this process: it would take a signal that comes twice, from a terminal and from us, for an order to
@@ -84,7 +91,9 @@ def _torchrun(nproc: int, args: list[str]) -> int:
         code_file = Path(folder) / "code"
         os.environ[EXIT_CODE_FILE] = str(code_file)
         try:
-            run(parse_args(["--standalone", f"--nproc_per_node={nproc}", *args]))
+            launch = parse_args(["--standalone", f"--nproc_per_node={nproc}", *args])
+            launch.shutdown_timeout = shutdown_timeout_s
+            run(launch)
         except (ChildFailedError, SignalException) as e:
             failure = e
         del os.environ[EXIT_CODE_FILE]

@@ -16,14 +16,10 @@ import torch
 import titanlite
 from titanlite.checkpoint.lock import RunLock
 from titanlite.config import Config, to_toml
+from titanlite.launch import run_dir
 from titanlite.parallel.collective import on_all_ranks, on_rank_0
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, setup_logging
-
-
-def run_dir(cfg: Config) -> Path:
-    """`job.dump_folder`/`job.name`: the same folder is the same run."""
-    return Path(cfg.job.dump_folder).expanduser() / cfg.job.name
 
 
 @contextlib.contextmanager
