@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from upath import UPath
 
 from tests.ranks import run_ranks
 from titanlite.checkpoint import store
@@ -120,7 +121,6 @@ def test_a_pinned_step_is_never_deleted(tmp_path, capsys):
 
 @pytest.fixture
 def bucket(request):
-    UPath = pytest.importorskip("upath").UPath
     return UPath(f"memory://bucket/{request.node.name}")
 
 
@@ -165,7 +165,6 @@ def test_a_remote_save_that_fails_leaves_nothing(bucket, monkeypatch):
 
 
 def test_ranks_save_into_and_load_from_a_remote_store_together(tmp_path):
-    UPath = pytest.importorskip("upath").UPath
     folder = UPath(f"local://{tmp_path}/store")  # a file system through fsspec, without its renames
 
     def write_and_read():
