@@ -101,7 +101,7 @@ class AttentionCore(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
+    """Grouped-query attention (arXiv 2305.13245) with rotary positions, and queries and keys normed before if asked."""
 
     def __init__(
         self,
@@ -112,19 +112,28 @@ class Attention(nn.Module):
         rope_theta: float,
         scaling: RopeScaling | None,
         kernel: str = "sdpa",
+        *,
+        qkv_bias: bool = False,
+        qk_norm_eps: float | None = None,
     ):
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:  # over each head
+            self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
+            self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
         self.rope = Rope(head_dim, rope_theta, scaling)
         self.core = AttentionCore(kernel)
 
     def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         B, S = x_BSD.shape[:2]
         q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(self.rope(q, positions), self.rope(k, positions), v, positions, documents)
         return self.wo(out.reshape(B, S, -1))
 

@@ -67,6 +67,7 @@ STYLES = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel,
+    "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, S, H, E], of this rank's heads
     "gather_input": GatherInput,
     "embedding": Embedding,
     "head": Head,

@@ -1,96 +1,17 @@
-"""Llama 3 (The Llama 3 herd of models, arXiv 2407.21783) as a plain nn.Module with Llama's native parameter names."""
+"""Llama 3 (The Llama 3 herd of models, arXiv 2407.21783) with Llama's native parameter names."""
 
-from dataclasses import dataclass
+from titanlite.models.decoder import Decoder, DecoderArgs, flops_per_token
+from titanlite.models.layers import RopeScaling
 
-import torch
-from torch import Tensor, nn
+__all__ = ["FLAVORS", "Llama", "LlamaArgs", "flops_per_token"]
 
-from titanlite.models.layers import Attention, FeedForward, RopeScaling
-
-
-@dataclass(frozen=True)
-class LlamaArgs:
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    hidden_dim: int
-    vocab_size: int = 128256
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    attention: str = "sdpa"
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.n_heads
-
+Llama, LlamaArgs = Decoder, DecoderArgs
 
 FLAVORS = {
-    "debugmodel": LlamaArgs(128, 4, 4, 2, 352, vocab_size=257, rope_theta=10000.0),
-    "1B": LlamaArgs(2048, 16, 32, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
-    "3B": LlamaArgs(3072, 28, 24, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
-    "8B": LlamaArgs(4096, 32, 32, 8, 14336, rope_scaling=RopeScaling()),
-    "70B": LlamaArgs(8192, 80, 64, 8, 28672, rope_scaling=RopeScaling()),
-    "405B": LlamaArgs(16384, 126, 128, 8, 53248, rope_scaling=RopeScaling()),
+    "debugmodel": LlamaArgs(128, 4, 4, 2, 352, 257, rope_theta=10000.0),
+    "1B": LlamaArgs(2048, 16, 32, 8, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "3B": LlamaArgs(3072, 28, 24, 8, 8192, 128256, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
+    "8B": LlamaArgs(4096, 32, 32, 8, 14336, 128256, rope_scaling=RopeScaling()),
+    "70B": LlamaArgs(8192, 80, 64, 8, 28672, 128256, rope_scaling=RopeScaling()),
+    "405B": LlamaArgs(16384, 126, 128, 8, 53248, 128256, rope_scaling=RopeScaling()),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, args: LlamaArgs):
-        super().__init__()
-        self.attention = Attention(
-            args.dim, args.n_heads, args.n_kv_heads, args.head_dim, args.rope_theta, args.rope_scaling, args.attention
-        )
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-
-    def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, documents)
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
-
-
-class Llama(nn.Module):
-    def __init__(self, args: LlamaArgs):
-        super().__init__()
-        self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
-        if args.tie_embeddings:
-            self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens [B, S] (or hidden [B, S, D] where this part has no embedding) -> logits [B, S, V] (or hidden)."""
-        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        for block in self.layers.values():
-            x = block(x, positions, documents)
-        x = self.norm(x) if self.norm is not None else x
-        return self.output(x) if self.output is not None else x
-
-    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills one whole parameter in place; what goes in depends on its name and the generator only."""
-        if "norm" in name:
-            full.fill_(1.0)
-        else:
-            # Logits of order one; embeddings small enough that what blocks add counts from the start.
-            std = self.args.dim**-0.5 if name in ("tok_embeddings.weight", "output.weight") else 0.02
-            if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):  # what is added to the residual stream
-                std /= (2 * (int(name.split(".")[1]) + 1)) ** 0.5
-            nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
-
-
-def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
-    """Floating-point operations a token of forward and backward together (recompute not counted).
-
-    2 for each multiply-add, backward twice the forward, causal attention counted as the half that is computed:
-    a token sees (seq_len + 1) / 2 keys on average.
-    """
-    attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
-    feed_forward = 3 * args.dim * args.hidden_dim
-    matmuls = args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
-    scores = args.n_layers * 2 * args.n_heads * args.head_dim * (seq_len + 1) // 2
-    return 6 * (matmuls + scores)

@@ -1,0 +1,95 @@
+"""Every family computes what `transformers` computes: logits and gradients of tiny random models, in fp64."""
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlite.batch import Batch
+from titanlite.losses import cross_entropy
+from titanlite.models import FAMILIES
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.layers import RopeScaling
+
+SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+ARGS = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48, "vocab_size": 61}
+LLAMA3_SCALING = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+
+# name -> (class of transformers, its configuration, ours)
+MODELS = {
+    "llama": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, DecoderArgs(**ARGS, rope_theta=10000.0, norm_eps=1e-6)),
+    "llama, long": (
+        "Llama",
+        {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 10000.0}, "max_position_embeddings": 64},
+        DecoderArgs(**ARGS, rope_theta=10000.0, norm_eps=1e-6, rope_scaling=RopeScaling(factor=4.0, original_max_position=16)),
+    ),
+    "qwen2": (
+        "Qwen2",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6},
+        DecoderArgs(**ARGS, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True),
+    ),
+    "qwen3": (
+        "Qwen3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-6, "head_dim": 16, "tie_word_embeddings": True},
+        DecoderArgs(**ARGS, rope_theta=1e6, norm_eps=1e-6, head_dim=16, qk_norm=True, tie_embeddings=True),
+    ),
+}  # fmt: skip
+
+NAMES = {
+    r"model\.embed_tokens\.": "tok_embeddings.", r"model\.norm\.": "norm.", r"lm_head\.": "output.", r"model\.layers\.": "layers.",
+    r"self_attn\.(.)_proj": r"attention.w\1", r"self_attn\.(.)_norm": r"attention.\1_norm", r"input_layernorm": "attention_norm",
+    r"post_attention_layernorm": "ffn_norm", r"mlp\.gate_proj": "feed_forward.w1", r"mlp\.up_proj": "feed_forward.w3",
+    r"mlp\.down_proj": "feed_forward.w2",
+}  # fmt: skip
+ROTATED = re.compile(r"attention\.(w[qk]|[qk]_norm)\.")
+
+
+def our_name(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = re.sub(theirs, ours, name)
+    return name
+
+
+def interleaved(tensor: Tensor, head_dim: int) -> Tensor:
+    """transformers turns (i, i + E / 2) where we turn (2 i, 2 i + 1): the rows of each head in another order."""
+    return tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def converted(tensors: dict[str, Tensor], args: DecoderArgs) -> dict[str, Tensor]:
+    named = {our_name(name): tensor for name, tensor in tensors.items()}
+    return {name: interleaved(t, args.head_width) if ROTATED.search(name) else t for name, t in named.items()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients_are_those_of_transformers(name):
+    import transformers
+
+    kind, sizes, args = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes, attn_implementation="eager")
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # norms and biases at their start would hide much
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    ours = Decoder(args).double()
+    ours.load_state_dict(converted(theirs.state_dict(), args), strict=not args.tie_embeddings)
+    for module in ours.modules():
+        if hasattr(module, "init_buffers"):
+            module.init_buffers(torch.device("cpu"))
+    tokens = torch.randint(0, 61, (3, 33))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.arange(32).expand(3, 32), None)
+    expected = theirs(input_ids=batch.tokens).logits
+    logits = ours(batch.tokens, batch.positions)
+    # fp64 but for their rotary angles, which are fp32 tables.
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    cross_entropy(logits, batch).backward()
+    cross_entropy(expected, batch).backward()
+    gradients = converted({n: p.grad for n, p in theirs.named_parameters()}, args)
+    for n, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[n], rtol=0, atol=2e-5 * gradients[n].abs().max().item(), msg=n)
+
+
+def test_every_family_is_compared():
+    compared = {name.split(",")[0] for name in MODELS}
+    assert {package.rsplit(".", 1)[1] for package in FAMILIES.values()} == compared

@@ -1,0 +1,99 @@
+"""The decoder that families share: blocks of attention and feed-forward with a norm before each (arXiv 2302.13971)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.layers import Attention, FeedForward, RopeScaling
+
+
+@dataclass(frozen=True)
+class DecoderArgs:
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    vocab_size: int
+    head_dim: int | None = None  # None: dim / n_heads
+    norm_eps: float = 1e-5
+    rope_theta: float = 500000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention: str = "sdpa"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.dim // self.n_heads
+
+
+class Block(nn.Module):
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.attention = Attention(
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_width,
+            args.rope_theta,
+            args.rope_scaling,
+            args.attention,
+            qkv_bias=args.qkv_bias,
+            qk_norm_eps=args.norm_eps if args.qk_norm else None,
+        )
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, documents)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+
+
+class Decoder(nn.Module):
+    def __init__(self, args: DecoderArgs):
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        """tokens [B, S] (or hidden [B, S, D] where this part has no embedding) -> logits [B, S, V] (or hidden)."""
+        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        for block in self.layers.values():
+            x = block(x, positions, documents)
+        x = self.norm(x) if self.norm is not None else x
+        return self.output(x) if self.output is not None else x
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fills one whole parameter in place; what goes in depends on its name and the generator only."""
+        if "norm" in name:
+            full.fill_(1.0)
+        elif name.endswith(".bias"):
+            full.zero_()
+        else:
+            # Logits of order one; embeddings small enough that what blocks add counts from the start.
+            std = self.args.dim**-0.5 if name in ("tok_embeddings.weight", "output.weight") else 0.02
+            if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):  # what is added to the residual stream
+                std /= (2 * (int(name.split(".")[1]) + 1)) ** 0.5
+            nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
+
+
+def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
+    """Floating-point operations a token of forward and backward together (recompute not counted).
+
+    2 for each multiply-add, backward twice the forward, causal attention counted as the half that is computed:
+    a token sees (seq_len + 1) / 2 keys on average.
+    """
+    attention = args.dim * args.head_width * (2 * args.n_heads + 2 * args.n_kv_heads)
+    feed_forward = 3 * args.dim * args.hidden_dim
+    matmuls = args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
+    scores = args.n_layers * 2 * args.n_heads * args.head_width * (seq_len + 1) // 2
+    return 6 * (matmuls + scores)
