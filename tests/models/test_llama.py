@@ -175,7 +175,7 @@ def test_flops_per_token_is_what_a_step_counts_with_attention_over_all_keys_halv
     over_all_keys = 2 * seq_len - 1  # (over_all_keys + 1) / 2 = seq_len
     assert counter.get_total_flops() == tokens.numel() * flops_per_token(args, over_all_keys)
     pairs = sum(i + 1 for i in range(seq_len))  # (query, key) pairs that a causal row has
-    per_pair = 3 * TINY.n_layers * 2 * 2 * TINY.n_heads * TINY.head_dim  # forward + 2 x backward, scores and values
+    per_pair = 3 * TINY.n_layers * 2 * 2 * TINY.n_heads * TINY.head_width  # forward + 2 x backward, scores and values
     saved = (seq_len * seq_len - pairs) * per_pair
     assert seq_len * (flops_per_token(args, over_all_keys) - flops_per_token(args, seq_len)) == saved
 

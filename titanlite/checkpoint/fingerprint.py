@@ -1,18 +1,17 @@
 """A number for each tensor that is the same under every layout and sees what moved along any dimension.
 
-The bytes of the last dimension are taken as 32-bit words x, padded with zeros to whole ones. With w_d odd pseudorandom weights of
-the index along dimension d and h others, the fingerprint joins two sums over words mod 2^32, of x * w_0 * w_1 * ... and of
-(x >> 16) * h_0 * h_1 * ... . Sums add up over shards. One flipped bit always changes them. Bits 15 and 31 of a word, the signs of
-bf16 and fp32, count with 17 bits in one of the sums, so that two flipped signs cancel about once in 2^16 pairs and never by being
-two; exchanged slices stay unseen if their sums are equal, or about once in 2^16 pairs at worst, where all else is equal but a sign.
+The bytes of the last dimension are taken as 32-bit words x, padded with zeros to whole ones. A fingerprint joins two sums over words
+mod 2^32, of x * w_0 * w_1 * ... and of (x >> 16) * h_0 * h_1 * ..., where w_d and h_d are fixed odd pseudorandom weights of the index
+along dimension d. Sums add up over shards. Any one flipped bit changes them. Other damage goes unseen by chance only: once in 2^64 if
+it is of whole words; once in 2^16 if it is two flipped signs, of fp32 or bf16, since a sign counts with 17 bits of one sum; once in
+some 2^12 if slices are exchanged that differ by no more than two signs.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-_ABSENT = -1  # the sums are not negative
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def fingerprints(state: dict[str, Tensor], keys: list[str], process_group: dist.ProcessGroup | None) -> dict[str, str]:
@@ -20,17 +19,30 @@ def fingerprints(state: dict[str, Tensor], keys: list[str], process_group: dist.
 
     A plain tensor is equal on all ranks that hold its key; of a DTensor's replicas one counts.
     """
-    shards, plain = torch.zeros(len(keys), 2, dtype=torch.int64), torch.full((len(keys), 2), _ABSENT)
+    return joined({key: local_sums(state[key]) for key in keys if key in state}, keys, process_group)
+
+
+def local_sums(tensor: Tensor) -> Tensor:
+    """[2, 2] int64: what `joined` takes of this rank's part of a tensor. Row 0 adds up over ranks, row 1 is a plain tensor's."""
+    sums = _nothing()
+    if not isinstance(tensor, DTensor):
+        sums[1] = _sums(tensor.detach(), (0,) * tensor.ndim)
+    elif holds_first_replica(tensor):
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        sums[0] = _sums(tensor.to_local().detach(), offset)
+    return sums
+
+
+def joined(sums: dict[str, Tensor], keys: list[str], process_group: dist.ProcessGroup | None) -> dict[str, str]:
+    """`fingerprints` out of this rank's `local_sums` of those of the keys that it holds. Collective."""
+    added, plain = _nothing()[:, None].repeat(1, len(keys), 1)  # each [K, 2]
     for i, key in enumerate(keys):
-        tensor = state.get(key)
-        if isinstance(tensor, DTensor):
-            shards[i] = _of_shard(tensor)
-        elif tensor is not None:
-            plain[i] = _sums(tensor.detach(), (0,) * tensor.ndim)
+        if key in sums:
+            added[i], plain[i] = sums[key]
     if dist.is_initialized():
-        dist.all_reduce(shards, group=process_group)
+        dist.all_reduce(added, group=process_group)
         dist.all_reduce(plain, dist.ReduceOp.MAX, group=process_group)
-    found = torch.where(plain == _ABSENT, shards % 2**32, plain).tolist()
+    found = torch.where(plain < 0, added % 2**32, plain).tolist()
     return {key: f"{words:08x}{highs:08x}" for key, (words, highs) in zip(keys, found)}
 
 
@@ -40,29 +52,24 @@ def holds_first_replica(tensor: DTensor) -> bool:
     return all(c == 0 for c, place in zip(coordinate, tensor.placements) if place.is_replicate())
 
 
-def _of_shard(tensor: DTensor) -> Tensor:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if not holds_first_replica(tensor):
-        return torch.zeros(2, dtype=torch.int64)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return _sums(tensor.to_local().detach(), offset)
+def _nothing() -> Tensor:
+    return torch.tensor([[0, 0], [-1, -1]])
 
 
 def _sums(local: Tensor, offset: tuple[int, ...]) -> Tensor:
     """[2] int64, each in [0, 2^32): the two sums over `local`, which begins at `offset` of the whole tensor."""
-    totals = torch.zeros(2, dtype=torch.int32, device=local.device)
-    if local.numel():
-        words, start = _words(local, offset[-1] if offset else 0)
-        sizes, starts = [*local.shape[:-1], words.shape[-1]], [*offset[:-1], start]
-        weights = [_weights(dim, *place, local.device) for dim, place in enumerate(zip(starts, sizes))]
-        cols = weights.pop()
-        while weights and cols.shape[1] < 256:  # rows worth a reduction each
-            cols = _outer(weights.pop(), cols)
-        rows = torch.ones(2, 1, dtype=torch.int32, device=local.device)
-        for more in weights:
-            rows = _outer(rows, more)
-        _add(totals, words.view(rows.shape[1], -1), rows, cols)
+    if local.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64)
+    words, start = _words(local, offset[-1] if offset else 0)
+    sizes, starts = [*local.shape[:-1], words.shape[1]], [*offset[:-1], start]
+    weights = [_weights(dim, *place, local.device) for dim, place in enumerate(zip(starts, sizes))]
+    cols = weights.pop()
+    while weights and cols.shape[1] < 256:  # a row is to be worth a reduction
+        cols = _outer(weights.pop(), cols)
+    rows = torch.ones(2, 1, dtype=torch.int32, device=local.device)
+    for more in weights:
+        rows = _outer(rows, more)
+    totals = (_sums_of_rows(words.view(rows.shape[1], -1), cols) * rows).sum(1, dtype=torch.int32)
     return totals.cpu().to(torch.int64) % 2**32
 
 
@@ -77,17 +84,21 @@ def _words(local: Tensor, start: int) -> tuple[Tensor, int]:
     return data.view(torch.int32), start * size // 4
 
 
-def _add(totals: Tensor, words: Tensor, rows: Tensor, cols: Tensor) -> None:
-    """totals [2] += the sums over words [R, C] weighted by rows [2, R] and cols [2, C], by blocks that stay in cache."""
+def _sums_of_rows(words: Tensor, cols: Tensor) -> Tensor:
+    """words [R, C], cols [2, C] -> [2, R] int32: the two sums of each row, by blocks that stay in cache."""
+    sums = torch.zeros(2, len(words), dtype=torch.int32, device=words.device)
     block = 2**24 if words.is_cuda else 2**18
     width = min(block, words.shape[1])
     height = block // width
+    memory = torch.empty(min(block, words.numel()), dtype=torch.int32, device=words.device)  # fresh pages cost more than the sums
     for left in range(0, words.shape[1], width):
+        w, h = cols[:, left : left + width]
         for top in range(0, len(words), height):
-            part = words[top : top + height, left : left + width]
-            for i, x in enumerate((part, part >> 16)):
-                of_rows = (x * cols[i, left : left + width]).sum(-1, dtype=torch.int32)  # to int64 it would be 20 times slower
-                totals[i] += (of_rows * rows[i, top : top + height]).sum(dtype=torch.int32)
+            x, part = words[top : top + height, left : left + width], sums[:, top : top + height]
+            products = memory[: x.numel()].view(x.shape)
+            part[0] += torch.mul(x, w, out=products).sum(1, dtype=torch.int32)  # to int64 it would be 20 times slower
+            part[1] += torch.bitwise_right_shift(x, 16, out=products).mul_(h).sum(1, dtype=torch.int32)
+    return sums
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:
