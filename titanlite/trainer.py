@@ -15,6 +15,7 @@ from titanlite.models import get_args, get_family, get_model
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
 from titanlite.parallel.context import local_batch
+from titanlite.parallel.expert import set_loss_scale, update_routers
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
@@ -55,6 +56,7 @@ class StepMetrics:
     lr: float
     tokens: int  # labels of the step, over all ranks
     stop: bool  # a rank was asked to stop
+    routing: dict[str, float]  # of a model of experts; see update_routers
 
 
 def join(cfg: Config) -> Mesh:
@@ -62,7 +64,7 @@ def join(cfg: Config) -> Mesh:
     if cfg.debug.deterministic:
         torch.use_deterministic_algorithms(True)
     device = init_distributed(cfg.comm)
-    return build_mesh(validate(cfg, dist.get_world_size()), device)
+    return build_mesh(validate(cfg, dist.get_world_size()), device, experts=bool(get_family(cfg.model).PLAN.experts))
 
 
 def setup(cfg: Config, mesh: Mesh) -> Run:
@@ -107,7 +109,9 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     for batch in microbatches if mesh.counts_labels else []:
         labels += (batch.labels != IGNORE).sum()
     dist.all_reduce(labels)
-    loss = run.forward_backward(microbatches, loss_fn, labels.clamp(min=1))
+    denominator = labels.clamp(min=1)
+    set_loss_scale(run.parts, 1 / denominator)
+    loss = run.forward_backward(microbatches, loss_fn, denominator)
 
     parameters = list(run.parameters())  # walking the modules again takes half a percent of a small step
     finish_gradients(parameters)
@@ -134,9 +138,10 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
+    routing = update_routers(run.parts, mesh) if mesh.stages is not None else {}
     run.step += 1
     run.tokens += int(labels.item())
-    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop))
+    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop), routing)
 
 
 def step_record(
@@ -158,6 +163,7 @@ def step_record(
         "memory_gib": peak_memory_bytes(run.mesh.device) / 2**30,
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
+        **measured.routing,
     }
     return record if heldout_loss is None else record | {"validation_loss": heldout_loss}
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.layers import Attention, FeedForward, RopeScaling
+from titanlite.models.moe import MoE, MoEArgs
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class DecoderArgs:
     attention: str = "sdpa"
     qkv_bias: bool = False
     qk_norm: bool = False
+    moe: MoEArgs | None = None
+    n_dense_layers: int = 0  # the first ones, which have no experts
 
     @property
     def head_width(self) -> int:
@@ -31,7 +34,7 @@ class DecoderArgs:
 
 
 class Block(nn.Module):
-    def __init__(self, args: DecoderArgs):
+    def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
         self.attention = Attention(
             args.dim,
@@ -44,13 +47,18 @@ class Block(nn.Module):
             qkv_bias=args.qkv_bias,
             qk_norm_eps=args.norm_eps if args.qk_norm else None,
         )
-        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
+        self.moe = self.feed_forward = None
+        if args.moe and layer >= args.n_dense_layers:
+            self.moe = MoE(args.dim, args.moe)
+        else:
+            self.feed_forward = FeedForward(args.dim, args.hidden_dim)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
 
     def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, documents)
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        feed_forward = self.feed_forward if self.moe is None else self.moe
+        return x_BSD + feed_forward(self.ffn_norm(x_BSD))
 
 
 class Decoder(nn.Module):
@@ -58,7 +66,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(args, i) for i in range(args.n_layers)})
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
@@ -73,7 +81,7 @@ class Decoder(nn.Module):
         return self.output(x) if self.output is not None else x
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
-        """Fills one whole parameter in place; what goes in depends on its name and the generator only."""
+        """Fills one whole parameter, or one expert's part, in place; what goes in depends on its name and the generator only."""
         if "norm" in name:
             full.fill_(1.0)
         elif name.endswith(".bias"):
@@ -81,7 +89,7 @@ class Decoder(nn.Module):
         else:
             # Logits of order one; embeddings small enough that what blocks add counts from the start.
             std = self.args.dim**-0.5 if name in ("tok_embeddings.weight", "output.weight") else 0.02
-            if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):  # what is added to the residual stream
+            if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "shared_experts.w2.weight", "experts.w2")):  # what is added to the residual stream
                 std /= (2 * (int(name.split(".")[1]) + 1)) ** 0.5
             nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
 
@@ -94,6 +102,9 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     """
     attention = args.dim * args.head_width * (2 * args.n_heads + 2 * args.n_kv_heads)
     feed_forward = 3 * args.dim * args.hidden_dim
-    matmuls = args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
+    n_moe = args.n_layers - args.n_dense_layers if args.moe else 0
+    matmuls = args.n_layers * attention + (args.n_layers - n_moe) * feed_forward + args.dim * args.vocab_size
+    if args.moe:
+        matmuls += n_moe * args.dim * (3 * args.moe.hidden_dim * (args.moe.top_k + args.moe.n_shared) + args.moe.n_experts)
     scores = args.n_layers * 2 * args.n_heads * args.head_width * (seq_len + 1) // 2
     return 6 * (matmuls + scores)

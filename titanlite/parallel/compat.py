@@ -3,6 +3,7 @@
 import csv
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +17,11 @@ def unflatten(mesh: DeviceMesh, names: tuple[str, ...], sizes: tuple[int, ...]) 
 def silent_mesh(ranks: Tensor) -> DeviceMesh:
     """A mesh of CPU ranks that says who is where, and makes no process group."""
     return DeviceMesh("cpu", ranks, _init_backend=False)
+
+
+def in_backward() -> bool:
+    """Whether this is called by a backward pass, as where a block is computed again."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def set_timeout(timeout_s: int, group: dist.ProcessGroup) -> None:

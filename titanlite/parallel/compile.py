@@ -19,7 +19,7 @@ def apply_recompute_and_compile(part: nn.Module, plan: ParallelPlan, ac: Activat
         if by_operator:
             forward = recomputed_by_operator(forward)
         if compiled:
-            forward = torch.compile(forward, backend=cfg.backend, fullgraph=True)
+            forward = torch.compile(forward, backend=cfg.backend, fullgraph=not plan.experts)
         if every and int(name.rsplit(".", 1)[-1]) % every == 0:
             forward = recomputed(forward)
         block.forward = forward

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from titanlite.config import Parallelism, Training
 from titanlite.parallel.degrees import Degrees, divisors
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.plan import ParallelPlan, is_tied
+from titanlite.parallel.plan import ParallelPlan, is_tied, matching
 from titanlite.utils import logger
 
 
@@ -29,10 +29,12 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
     if mesh.world_size == 1 and not training.enable_cpu_offload:
         part.compute_dtype = getattr(torch, training.mixed_precision_param) if mixed else None
         return
-    if degrees.dp_replicate * degrees.fsdp == 1 and not mixed and not training.enable_cpu_offload:
+    shards_experts = bool(plan.experts) and degrees.efsdp > 1
+    if degrees.dp_replicate * degrees.fsdp == 1 and not shards_experts and not mixed and not training.enable_cpu_offload:
         return
 
-    _warn_of_padding(part, degrees)
+    experts = matching(part, plan.experts)
+    _warn_of_padding(part, degrees, experts)
     options = {
         "mesh": mesh.dense["dp_replicate", "fsdp"] if degrees.dp_replicate > 1 else mesh.dense["fsdp"],
         "mp_policy": MixedPrecisionPolicy(
@@ -45,6 +47,15 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
     }
     reshard = cfg.fsdp_reshard_after_forward == "always" or cfg.fsdp_reshard_after_forward == "default" and degrees.pp == 1
     reshard &= degrees.fsdp > 1 and cfg.data_parallel_sharding == "zero3"
+    for module in experts.values():
+        expert_mesh = mesh.sparse["dp_replicate", "efsdp"] if degrees.dp_replicate > 1 else mesh.sparse["efsdp"]
+        by_width = degrees.efsdp > next(module.parameters()).shape[0] // degrees.ep  # more ranks than experts
+        fully_shard(
+            module,
+            reshard_after_forward=reshard and degrees.efsdp > 1,
+            shard_placement_fn=(lambda p: Shard(1)) if by_width else None,
+            **options | {"mesh": expert_mesh},
+        )
     for block in plan.blocks_of(part).values():
         fully_shard(block, reshard_after_forward=reshard, **options)
 
@@ -60,7 +71,8 @@ def apply_data_parallel(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Pa
 
     for module in fsdp_modules(part):
         module.set_gradient_divide_factor(1.0)  # the loss is already divided by the global token count
-        if mesh.device.type == "cpu" and degrees.dp_replicate * degrees.fsdp > 1:
+        shards = degrees.efsdp if module in experts.values() else degrees.fsdp
+        if mesh.device.type == "cpu" and degrees.dp_replicate * shards > 1:
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     logger.info(f"data_parallel replicate={degrees.dp_replicate} shard={degrees.fsdp} {cfg.data_parallel_sharding} param={training.mixed_precision_param}")
 
@@ -74,9 +86,10 @@ def padding_of(shapes: Sequence[torch.Size], fsdp: int) -> float:
     return padded / sum(shape.numel() for shape in shapes)
 
 
-def _warn_of_padding(part: nn.Module, degrees: Degrees) -> None:
+def _warn_of_padding(part: nn.Module, degrees: Degrees, experts: dict[str, nn.Module]) -> None:
     """Says where there are so many shards that padding inflates every all-gather, and which HSDP split cures it."""
-    shapes = [(p.to_local() if isinstance(p, DTensor) else p).shape for p in part.parameters()]
+    own_mesh = {p for module in experts.values() for p in module.parameters()}
+    shapes = [(p.to_local() if isinstance(p, DTensor) else p).shape for p in part.parameters() if p not in own_mesh]
     if not shapes or padding_of(shapes, degrees.fsdp) <= MOST_PADDING:
         return
     fitting = [shard for shard in divisors(degrees.dp_shard) if padding_of(shapes, shard * degrees.cp) <= MOST_PADDING]

@@ -9,13 +9,15 @@ from titanlite.utils import ConfigError
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many ranks each axis has; their product is the world size."""
+    """How many ranks each axis has; the product of all but ep and etp is the world size."""
 
     pp: int
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
+    ep: int = 1  # experts take their ranks from dp_shard, cp and tp
+    etp: int = 1
 
     @property
     def batch(self) -> int:
@@ -27,11 +29,17 @@ class Degrees:
         """Ranks over which a parameter is sharded by data parallel."""
         return self.dp_shard * self.cp
 
+    @property
+    def efsdp(self) -> int:
+        """Ranks over which an expert's parameter is sharded by data parallel."""
+        return self.fsdp * self.tp // (self.ep * self.etp)
+
     def __str__(self) -> str:
-        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self))
+        experts = {"ep", "etp"} if self.ep * self.etp == 1 else set()
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if f.name not in experts)
 
 
-_UNSUPPORTED = ("expert_parallel_degree", "expert_tensor_parallel_degree")
+_EP, _ETP = "parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree"
 _PP, _REPLICATE, _SHARD, _CP, _TP = (
     f"parallelism.{name}_degree"
     for name in ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
@@ -40,11 +48,6 @@ _PP, _REPLICATE, _SHARD, _CP, _TP = (
 
 def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
     """The degrees on `world_size` ranks, with -1 filled in. Raises ConfigError with the arithmetic where they don't fit."""
-    for name in _UNSUPPORTED:
-        if getattr(cfg, name) != 1:
-            key = f"parallelism.{name}"
-            raise ConfigError(f"{key}={getattr(cfg, name)} on world size {world_size}: this version has 1 only", key)
-
     shard = cfg.data_parallel_shard_degree
     others = {
         _PP: cfg.pipeline_parallel_degree,
@@ -73,7 +76,31 @@ def resolve_degrees(cfg: Parallelism, world_size: int) -> Degrees:
             *others,
             _SHARD,
         )
-    return Degrees(pp=others[_PP], dp_replicate=others[_REPLICATE], dp_shard=shard, cp=others[_CP], tp=others[_TP])
+    _check_experts(cfg, shard * others[_CP] * others[_TP])
+    return Degrees(
+        pp=others[_PP],
+        dp_replicate=others[_REPLICATE],
+        dp_shard=shard,
+        cp=others[_CP],
+        tp=others[_TP],
+        ep=cfg.expert_parallel_degree,
+        etp=cfg.expert_tensor_parallel_degree,
+    )
+
+
+def _check_experts(cfg: Parallelism, ranks: int) -> None:
+    """`ranks`: those that experts may be spread over, of dp_shard, cp and tp."""
+    ep, etp = cfg.expert_parallel_degree, cfg.expert_tensor_parallel_degree
+    for key, degree in ((_EP, ep), (_ETP, etp)):
+        if degree < 1:
+            raise ConfigError(f"{key}={degree} must be at least 1", key)
+    if ranks % (ep * etp):
+        raise ConfigError(
+            f"{_EP}={ep} * {_ETP}={etp} must divide the {ranks} ranks of {_SHARD} * {_CP} * {_TP}, which experts are spread over: "
+            f"with {_ETP}={etp} use {_EP} of {[d for d in divisors(ranks) if ranks % (d * etp) == 0] or 'none: take a smaller one'}",
+            _EP,
+            _ETP,
+        )
 
 
 def divisors(n: int) -> list[int]:

@@ -20,12 +20,20 @@ class Mesh:
 
     data   (pp, batch, cp, tp): who reads which rows
     dense  (pp, dp_replicate, fsdp, tp): how parameters are laid out; fsdp = dp_shard * cp
+    sparse (pp, dp_replicate, efsdp, ep, etp): how experts are; efsdp = dp_shard * cp * tp / (ep * etp)
+    rows   (pp, batch, row): who holds parts of the same rows
+    stages (pp, stage): who holds the same layers
+
+    The last three are for models of experts.
     """
 
     degrees: Degrees
     device: torch.device
     data: DeviceMesh
     dense: DeviceMesh
+    sparse: DeviceMesh | None = None
+    rows: DeviceMesh | None = None
+    stages: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -37,7 +45,8 @@ class Mesh:
 
     def groups(self) -> list[dist.ProcessGroup]:
         """Those that training communicates over."""
-        return [dist.group.WORLD, *self.data.get_all_groups(), *self.dense.get_all_groups()]
+        views = [view for view in (self.data, self.dense, self.sparse, self.rows, self.stages) if view is not None]
+        return [dist.group.WORLD, *(group for view in views for group in view.get_all_groups())]
 
     @property
     def batch_rank(self) -> int:
@@ -81,8 +90,8 @@ def init_distributed(comm: Comm, *, store: dist.Store | None = None) -> torch.de
     return device
 
 
-def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
-    """The named views over all ranks, tp innermost so that its ranks are neighbours on one node."""
+def build_mesh(degrees: Degrees, device: torch.device, *, experts: bool = False) -> Mesh:
+    """The named views over all ranks, tp innermost so that its ranks are neighbours on one node; for a model of experts, theirs."""
     world = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("world",))
     d = degrees
     return Mesh(
@@ -90,4 +99,7 @@ def build_mesh(degrees: Degrees, device: torch.device) -> Mesh:
         device=device,
         data=unflatten(world, ("pp", "batch", "cp", "tp"), (d.pp, d.batch, d.cp, d.tp)),
         dense=unflatten(world, ("pp", "dp_replicate", "fsdp", "tp"), (d.pp, d.dp_replicate, d.fsdp, d.tp)),
+        sparse=unflatten(world, ("pp", "dp_replicate", "efsdp", "ep", "etp"), (d.pp, d.dp_replicate, d.efsdp, d.ep, d.etp)) if experts else None,
+        rows=unflatten(world, ("pp", "batch", "row"), (d.pp, d.batch, d.cp * d.tp)) if experts else None,
+        stages=unflatten(world, ("pp", "stage"), (d.pp, d.batch * d.cp * d.tp)) if experts else None,
     )

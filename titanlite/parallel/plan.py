@@ -19,6 +19,8 @@ class ParallelPlan:
     head     the module of `last` that makes logits
     cores    pattern of the attention cores, `core(q, k, v, positions, documents)`, with `core.attend(q, k, v, queries, keys)`
              for context parallel, where queries and keys are (positions, documents) of theirs (see models/layers.py)
+    experts  pattern of the modules that hold experts, `experts(rows, counts)`, whose parameters have the experts as their first
+             dimension and, where `width_dims` names them, a dimension along which each expert can be split (see models/moe.py)
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """
@@ -28,6 +30,7 @@ class ParallelPlan:
     last: tuple[str, ...]
     head: str
     cores: str = ""
+    experts: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
     tied: tuple[tuple[str, str], ...] = field(default=())
 
@@ -64,7 +67,7 @@ def is_tied(part: nn.Module, name: str, canonical: str) -> bool:
 
 def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
     """Raises ConfigError where the plan names something that the whole model does not have."""
-    for kind, pattern in (("blocks", plan.blocks), *(("tensor", pattern) for pattern in plan.tensor), ("cores", plan.cores)):
+    for kind, pattern in (("blocks", plan.blocks), *(("tensor", pattern) for pattern in plan.tensor), ("cores", plan.cores), ("experts", plan.experts)):
         if pattern and not matching(model, pattern):
             names = [name for name, _ in model.named_modules() if name]
             raise ConfigError(

@@ -34,6 +34,18 @@ class GatherInput(ParallelStyle):
         return module
 
 
+class LocalInput(ParallelStyle):
+    """The first input goes on as this rank's part of the sequence, a plain tensor."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def take(_: nn.Module, inputs: tuple) -> tuple:
+            part = inputs[0]
+            return part.to_local() if isinstance(part, DTensor) else part, *inputs[1:]
+
+        module.register_forward_pre_hook(take)
+        return module
+
+
 class Head(GatherInput):
     """Logits stay split over the vocabulary: a DTensor [B, S, V] in Shard(2). The loss works on the parts."""
 
@@ -68,7 +80,9 @@ STYLES = {
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel,
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, S, H, E], of this rank's heads
+    "local_norm": lambda: SequenceParallel(use_local_output=True),
     "gather_input": GatherInput,
+    "local_input": LocalInput,
     "embedding": Embedding,
     "head": Head,
 }

@@ -62,6 +62,8 @@ KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
     "cp": (_N, "a number of ranks", lambda n: _degrees(context_parallel=int(n))),
     "method": ("allgather|ring|ulysses", "allgather, ring or ulysses", lambda v: {"parallelism.context_parallel_method": v}),
     "balance": ("headtail|none", "headtail or none", lambda v: {"parallelism.context_parallel_load_balancer": v}),
+    "ep": (_N, "a number of ranks", lambda n: _degrees(expert_parallel=int(n))),
+    "etp": (_N, "a number of ranks", lambda n: _degrees(expert_tensor_parallel=int(n))),
     "reshard": ("default|always|never", "default, always or never", lambda v: {"parallelism.fsdp_reshard_after_forward": v}),
     "recompute": (rf"none|full|op|{_N}", "none, full, op, or N for every N-th block", _recompute),
     "compile": ("[a-z_]+", "a torch.compile backend", lambda v: {"compile.enable": True, "compile.backend": v}),
@@ -93,6 +95,10 @@ def parse_layout(text: str, cfg: Config) -> Layout:
     values = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": 1}
     for key, value in given.items():
         values |= KEYS[key][2](value)
+    if not forms:  # as many shards as experts need to be spread over
+        experts = int(given.get("ep", 1)) * int(given.get("etp", 1))
+        others = int(given.get("cp", 1)) * int(given.get("tp", 1))
+        values["parallelism.data_parallel_shard_degree"] = experts // math.gcd(experts, others)
     batch_ranks = values["parallelism.data_parallel_replicate_degree"] * values["parallelism.data_parallel_shard_degree"]
     # A pipeline of two stages a rank needs as many microbatches.
     default = 2 * int(given["pp"]) if "pp" in given else ACCUMULATE

@@ -1,10 +1,10 @@
-"""Qwen3 (arXiv 2505.09388), dense and of experts: queries and keys are normed over each head."""
+"""Qwen3 (arXiv 2505.09388), dense: queries and keys are normed over each head."""
 
 from dataclasses import replace
 
 from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
-from titanlite.models.llama.plan import PLAN as LLAMA
+from titanlite.models.plans import ATTENTION, FEED_FORWARD, QK_NORM, decoder_plan
 
 __all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
 
@@ -25,7 +25,4 @@ FLAVORS = {
     "14B": _args(5120, 40, 40, 8, 17408),
     "32B": _args(5120, 64, 64, 8, 25600),
 }
-PLAN = replace(
-    LLAMA,
-    tensor=LLAMA.tensor | {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"},
-)
+PLAN = decoder_plan(ATTENTION, QK_NORM, FEED_FORWARD)

@@ -1,0 +1,45 @@
+"""How decoders may be sharded: pieces that families put together."""
+
+from collections.abc import Mapping
+
+from titanlite.parallel.plan import ParallelPlan
+
+ATTENTION = {
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention": "gather_input",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+}
+QK_NORM = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
+FEED_FORWARD = {
+    "layers.*.feed_forward": "gather_input",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+}
+# Experts are the expert pass's. A router works on its rank's part of the sequence, so that no gradient of it is partial.
+MOE = {"layers.*.moe": "local_input", "layers.*.moe.router.gate": "local_norm"}
+SHARED_EXPERTS = {
+    "layers.*.moe.shared_experts": "gather_input",
+    "layers.*.moe.shared_experts.w1": "colwise",
+    "layers.*.moe.shared_experts.w3": "colwise",
+    "layers.*.moe.shared_experts.w2": "rowwise",
+}
+
+
+def decoder_plan(*pieces: Mapping[str, str]) -> ParallelPlan:
+    tensor = {"tok_embeddings": "embedding", "layers.*.ffn_norm": "norm", "norm": "norm", "output": "head"}
+    for piece in pieces:
+        tensor |= piece
+    return ParallelPlan(
+        blocks="layers.*",
+        first=("tok_embeddings",),
+        last=("norm", "output"),
+        head="output",
+        cores="layers.*.attention.core",
+        experts="layers.*.moe.experts" if MOE in pieces else "",
+        tensor=tensor,
+        tied=(("output.weight", "tok_embeddings.weight"),),
+    )

@@ -1,0 +1,190 @@
+"""Expert parallel (GShard, arXiv 2006.16668): experts live on different ranks, and tokens travel to them and back.
+
+A rank routes its own part of the tokens, whatever axis it owes that part to. Experts' own tensor parallel lies inside their
+forward, so no gradient of a router is ever a part of a sum.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from titanlite.parallel.compat import in_backward
+from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.plan import ParallelPlan, matching
+from titanlite.utils import logger
+
+
+def apply_ep(part: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+    """Deals the experts that the plan names out over the ranks of ep, splits each one's width over those of etp."""
+    if not plan.experts:
+        return
+    ep, etp = mesh.degrees.ep, mesh.degrees.etp
+    experts = matching(part, plan.experts)
+    for module in experts.values():
+        if ep * etp > 1:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                width = module.width_dims.get(name)
+                placements = [Shard(0), Replicate() if width is None else Shard(width)]
+                local = distribute_tensor(parameter, mesh.sparse["ep", "etp"], placements, src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
+            module.forward = torch.compiler.disable(partial(_spread, module, mesh.sparse))
+        else:
+            module.forward = torch.compiler.disable(module.forward)  # sizes that depend on the data
+    for moe in mixtures_of(part):
+        moe.router.register_forward_hook(_count)
+        if mesh.degrees.cp * mesh.degrees.tp > 1:
+            moe.sum_over_row = partial(_sum, mesh.rows.get_group("row"))
+    if experts:
+        logger.info(f"expert_parallel={ep} expert_tensor_parallel={etp} layers={len(experts)} data_parallel={mesh.degrees.efsdp}")
+
+
+def mixtures_of(part: nn.Module) -> Iterator[nn.Module]:
+    """Modules with a router and experts."""
+    return (module for module in part.modules() if hasattr(module, "router") and hasattr(module, "experts"))
+
+
+def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+# Dispatch
+
+
+def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tensor) -> Tensor:
+    """Rows sorted by expert -> what the experts make of them, in the same order. M may be another number on every rank of ep."""
+    weights = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
+    etp = sparse.get_group("etp")
+    if dist.get_world_size(etp) == 1:
+        return _over_ep(experts, weights, sparse.get_group("ep"), x_MD, counts_X)
+    # Each rank of etp has a part of every expert's width, so each must see the rows of all; sums come back to whose they are.
+    ranks, M = dist.get_world_size(etp), len(x_MD)
+    counts_RX = counts_X.new_empty(ranks, len(counts_X))
+    dist.all_gather_into_tensor(counts_RX, counts_X[None].contiguous(), group=etp)
+    x_RMD = _AllGather.apply(x_MD, etp)
+    expert_of_row = torch.arange(len(counts_X), device=counts_X.device).repeat(ranks).repeat_interleave(counts_RX.flatten())
+    order = expert_of_row.argsort(stable=True)
+    out = _over_ep(experts, weights, sparse.get_group("ep"), x_RMD[order], counts_RX.sum(0))
+    return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)[:M]
+
+
+def _over_ep(experts: nn.Module, weights: dict[str, Tensor], group: dist.ProcessGroup, x_MD: Tensor, counts_X: Tensor) -> Tensor:
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return experts.compute(x_MD, counts_X, **weights)
+    sent = counts_X.view(ranks, -1)  # [rank, its experts]
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=group)
+    to, of = sent.sum(1).tolist(), received.sum(1).tolist()
+    x = _AllToAll.apply(x_MD, of, to, group)
+    # They lie by the rank they come from: sort them by expert.
+    local = received.shape[1]
+    expert_of_row = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received.flatten())
+    order = expert_of_row.argsort(stable=True)
+    out = experts.compute(x[order], received.sum(0), **weights)
+    return _AllToAll.apply(torch.empty_like(out).index_copy(0, order, out), to, of, group)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.back = (sent, received, group)
+        return _all_to_all(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return _all_to_all(gradient, *ctx.back), None, None, None
+
+
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return _reduce_scatter(gradient, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return _all_gather(gradient, ctx.group), None
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+# Load
+
+
+def _count(router: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Adds up what the step's training tokens choose: not those of validation, and not once more where blocks are recomputed."""
+    if not torch.is_grad_enabled() or in_backward():
+        return
+    chosen, _, scores = outputs
+    if not hasattr(router, "loads"):
+        router.loads = torch.zeros(scores.shape[-1] + 1, dtype=torch.float64, device=scores.device)  # and the sum of entropies
+    router.loads[:-1].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+    router.loads[-1] += torch.special.entr(scores.detach()).sum()
+
+
+def set_loss_scale(parts: list[nn.Module], scale: Tensor) -> None:
+    """Of the balance loss, before a step's first forward."""
+    for part in parts:
+        for moe in mixtures_of(part):
+            moe.loss_scale = scale
+
+
+@torch.no_grad()
+def update_routers(parts: list[nn.Module], mesh: Mesh) -> dict[str, float]:
+    """Once a step: moves the experts' biases against their loads and begins to count anew. Collective.
+
+    Returns, of all layers: the largest load of an expert over the mean, the mean entropy of a token's scores in nats, and how
+    many experts no token chose.
+    """
+    routers = [moe.router for part in parts for moe in mixtures_of(part)]
+    figures = torch.zeros(4, dtype=torch.float64)  # largest load, entropies, tokens, dead experts
+    if routers:
+        loads = torch.stack([router.loads for router in routers])
+        dist.all_reduce(loads, group=mesh.stages.get_group("stage"))
+        for router, load in zip(routers, loads):
+            counts, tokens = load[:-1], load[:-1].sum() / router.args.top_k
+            if router.expert_bias is not None:
+                router.expert_bias += router.args.bias_speed * (counts.mean() - counts).sign()
+            figures[0] = max(figures[0], (counts.max() / counts.mean()).cpu())
+            figures[1:] += torch.stack([load[-1], tokens, (counts == 0).sum()]).cpu()
+            router.loads.zero_()
+    largest, sums = figures[:1].to(mesh.device), figures[1:].to(mesh.device)
+    if mesh.degrees.pp > 1:
+        pp = mesh.stages.get_group("pp")
+        dist.all_reduce(largest, dist.ReduceOp.MAX, pp)
+        dist.all_reduce(sums, group=pp)
+    entropies, tokens, dead = sums.tolist()
+    return {"expert_load_max": largest.item(), "router_entropy": entropies / tokens, "dead_experts": dead}
