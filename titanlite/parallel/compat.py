@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
+# Renamed after torch 2.11.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def unflatten(mesh: DeviceMesh, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
     """A view of the one-dimensional `mesh` with the given axes. All views of one root may be used together."""
     return mesh._unflatten(0, sizes, names)

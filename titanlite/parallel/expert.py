@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanlite.parallel.compat import in_backward
+from titanlite.parallel.compat import all_gather_single, in_backward, reduce_scatter_single
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.plan import ParallelPlan, matching
 from titanlite.utils import logger
@@ -63,14 +63,14 @@ def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tens
     if dist.get_world_size(etp) == 1:
         return _over_ep(experts, weights, sparse.get_group("ep"), x_MD, counts_X)
     # Each rank of etp has a part of every expert's width, so each must see the rows of all; sums come back to whose they are.
-    ranks, M = dist.get_world_size(etp), len(x_MD)
+    ranks = dist.get_world_size(etp)
     counts_RX = counts_X.new_empty(ranks, len(counts_X))
-    dist.all_gather_into_tensor(counts_RX, counts_X[None].contiguous(), group=etp)
+    all_gather_single(counts_RX, counts_X[None].contiguous(), group=etp)
     x_RMD = _AllGather.apply(x_MD, etp)
     expert_of_row = torch.arange(len(counts_X), device=counts_X.device).repeat(ranks).repeat_interleave(counts_RX.flatten())
     order = expert_of_row.argsort(stable=True)
     out = _over_ep(experts, weights, sparse.get_group("ep"), x_RMD[order], counts_RX.sum(0))
-    return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)[:M]
+    return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)
 
 
 def _over_ep(experts: nn.Module, weights: dict[str, Tensor], group: dist.ProcessGroup, x_MD: Tensor, counts_X: Tensor) -> Tensor:
@@ -131,13 +131,13 @@ class _ReduceScatter(torch.autograd.Function):
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 
