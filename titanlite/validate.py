@@ -20,6 +20,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
     degrees = resolve_degrees(cfg.parallelism, world_size)
     _check_tensor_parallel(cfg, degrees)
+    _check_experts(cfg.model, degrees)
     _check_sequence(cfg, degrees)
     _check_ranges(cfg)
     rows = global_batch_size(cfg, degrees) // degrees.batch
@@ -103,6 +104,21 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
             "parallelism.enable_async_tensor_parallel",
             "compile.enable",
         )
+
+
+def _check_experts(cfg: Model, degrees: Degrees) -> None:
+    moe = getattr(get_args(cfg), "moe", None)
+    keys = ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
+    if moe is None:
+        if degrees.ep * degrees.etp > 1:
+            raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {cfg.name} {cfg.flavor} has no experts: set both to 1", *keys)
+        return
+    for key, degree, what, size in (
+        (keys[0], degrees.ep, "experts", moe.n_experts),
+        (keys[1], degrees.etp, "of an expert's width", moe.hidden_dim),
+    ):
+        if size % degree:
+            raise ConfigError(f"{key}={degree} must divide the {size} {what} of {cfg.name} {cfg.flavor}: use one of {divisors(size)}", key)
 
 
 def _check_sequence(cfg: Config, degrees: Degrees) -> None:

@@ -26,6 +26,13 @@ class MoEArgs:
     bias_speed: float = 0.0  # by which an expert's bias in the choice follows its load, once a step; 0: no bias (arXiv 2408.15664)
     balance_loss: float = 0.0  # factor of the loss on uneven loads within a row (arXiv 2412.19437, eq. 17)
 
+    def __post_init__(self) -> None:
+        assert 0 < self.top_k <= self.n_experts, f"a token cannot choose {self.top_k} of {self.n_experts} experts"
+        assert self.n_experts % self.n_groups == 0, f"{self.n_experts} experts do not make {self.n_groups} groups"
+        assert self.top_groups <= self.n_groups and self.top_k <= self.top_groups * self.n_experts // self.n_groups, (
+            f"a token cannot choose {self.top_k} experts from {self.top_groups} of {self.n_groups} groups"
+        )
+
 
 class Router(nn.Module):
     """Chooses each token's experts and their weights. Scores are in fp32, or fp64 where the parameters are."""

@@ -48,7 +48,9 @@ class ParallelPlan:
 
 
 def matching(part: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Name -> module, of this part's modules that the pattern names."""
+    """Name -> module, of this part's modules that the pattern names; an empty pattern names none."""
+    if not pattern:
+        return {}
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     return {name: module for name, module in part.named_modules() if expression.fullmatch(name)}
 
