@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from titanlite import cli
+from titanlite.checkpoint.integrity import SCHEMA, seal_manifest
 from titanlite.cli import main
-from titanlite.config import KEYS, load_config, to_toml
+from titanlite.config import KEYS, load_config, override, to_toml
 
 DEBUG = str(Path(__file__).parents[1] / "train_configs" / "debug.toml")
 COMMANDS = ("train", "config", "verify", "generate")
@@ -169,6 +170,19 @@ def test_a_gangs_exit_code_is_that_of_rank_0_unless_another_rank_failed(gang):
     assert gang(f"if rank == 0: open(code_file, 'w').write('75')\n{wait}sys.exit(75)") == 75
     assert gang(f"if rank == 0: open(code_file, 'w').write('0')\n{wait}sys.exit(3 * rank)") == 1
     assert gang("os.kill(os.getpid(), 9)") == 1
+
+
+def test_a_signalled_gang_gets_twice_the_time_of_its_last_step_and_saves(tmp_path):
+    cfg = override(load_config(DEBUG)[0], {"job.dump_folder": str(tmp_path)})
+    assert cli.shutdown_timeout_s(cfg) == 30
+    folder = tmp_path / "debug" / "checkpoint" / "step-5"
+    folder.mkdir(parents=True)
+    seal_manifest(folder, {"schema": SCHEMA, "files": {}, "save_s": 40.5})
+    assert cli.shutdown_timeout_s(cfg) == 30  # no step is known: this is no run's folder
+    (tmp_path / "debug" / "metrics.jsonl").write_text('{"step": 5, "step_time_s": 7.25}\n{"event": "stopped"}\n')
+    assert cli.shutdown_timeout_s(cfg) == 10 + 14.5 + 162 + 0.5
+    (folder / "MANIFEST.json").write_text("{}")
+    assert cli.shutdown_timeout_s(cfg) == 30
 
 
 @pytest.mark.parametrize("timeout_s, code", [(1, 1), (20, 75)])

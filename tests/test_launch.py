@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import launch
-from titanlite.checkpoint.integrity import SCHEMA, seal_manifest
-from titanlite.config import load_config, override
-from titanlite.launch import EXIT_CODE_FILE, run_as_command, shutdown_timeout_s
+from titanlite.launch import EXIT_CODE_FILE, run_as_command
 from titanlite.utils import ConfigError, Fault
 
 DEBUG = str(Path(__file__).parents[1] / "train_configs" / "debug.toml")
@@ -44,19 +42,6 @@ def test_a_fault_is_told_by_rank_0_without_a_traceback(outcome):
         raise Fault("the disk is gone")
 
     assert outcome(fault) == (1, "", "titanlite: error: the disk is gone\n", "1")
-
-
-def test_a_signalled_gang_gets_twice_the_time_of_its_last_step_and_saves(tmp_path):
-    cfg = override(load_config(DEBUG)[0], {"job.dump_folder": str(tmp_path)})
-    assert shutdown_timeout_s(cfg) == 30
-    folder = tmp_path / "debug" / "checkpoint" / "step-5"
-    folder.mkdir(parents=True)
-    seal_manifest(folder, {"schema": SCHEMA, "files": {}, "save_s": 40.5})
-    assert shutdown_timeout_s(cfg) == 30  # no step is known: this is no run's folder
-    (tmp_path / "debug" / "metrics.jsonl").write_text('{"step": 5, "step_time_s": 7.25}\n{"event": "stopped"}\n')
-    assert shutdown_timeout_s(cfg) == 10 + 14.5 + 162 + 0.5
-    (folder / "MANIFEST.json").write_text("{}")
-    assert shutdown_timeout_s(cfg) == 30
 
 
 def test_a_mistake_is_told_by_rank_0_with_where_its_keys_were_set(outcome):

@@ -132,9 +132,21 @@ def test_steps_after_a_schedule_that_ends_at_rate_0_are_refused_and_after_anothe
         validate(with_values(training__steps=12, **{f"lr_scheduler__{key}": value for key, value in options.items()}), 1)
 
 
-@pytest.mark.parametrize("key", ["expert_parallel_degree", "expert_tensor_parallel_degree"])
-def test_a_pass_that_is_not_there_yet_is_refused_by_name(key):
-    assert str(mistake(2, **{f"parallelism__{key}": 2})).startswith(f"parallelism.{key}=2 on world size 2: ")
+@pytest.mark.parametrize(
+    "world_size, values, message",
+    [
+        (2, {"expert_parallel_degree": 2}, "expert_parallel_degree=2, parallelism.expert_tensor_parallel_degree=1: llama3 debugmodel has no experts"),
+        (2, {"expert_parallel_degree": 0}, "expert_parallel_degree=0 must be at least 1"),
+        (6, {"expert_parallel_degree": 4}, "must divide the 6 ranks of parallelism.data_parallel_shard_degree"),
+        (4, {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2}, "use parallelism.expert_parallel_degree of [1, 2]"),
+        (3, {"model": "qwen3_moe", "expert_parallel_degree": 3}, "expert_parallel_degree=3 must divide the 8 experts of qwen3_moe debugmodel: use one of [1, 2, 4, 8]"),
+        (5, {"model": "qwen3_moe", "expert_tensor_parallel_degree": 5}, "must divide the 48 of an expert's width of qwen3_moe debugmodel"),
+    ],
+)
+def test_experts_that_cannot_be_spread_are_refused_with_what_can(world_size, values, message):
+    values = dict(values)
+    name = values.pop("model", "llama3")
+    assert message in str(mistake(world_size, model__name=name, **{f"parallelism__{key}": value for key, value in values.items()}))
 
 
 def test_flex_attention_is_refused_where_it_has_no_backward_and_in_the_ring(monkeypatch):

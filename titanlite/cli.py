@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.checkpoint.folder import checkpoint_folder, step_folders
+from titanlite.checkpoint.integrity import read_manifest
 from titanlite.config import Config, Origins, to_dict
-from titanlite.launch import EXIT_CODE_FILE, run_as_command, shutdown_timeout_s
+from titanlite.launch import EXIT_CODE_FILE, run_as_command, run_dir
 from titanlite.parallel.degrees import resolve_degrees
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest
 
@@ -76,7 +79,23 @@ def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
     return None, argv
 
 
-def _torchrun(nproc: int, shutdown_timeout_s: int, args: list[str]) -> int:
+def shutdown_timeout_s(cfg: Config) -> int:
+    """How long the gang may take to end after a signal, for torchrun's --shutdown-timeout, which kills it then (after 30 s by default).
+
+    It has to end its step and perhaps a save, and then to save: twice the time that these took last, and 10 s.
+    """
+    folder, last_s = run_dir(cfg), {"step_time_s": 0.0, "save_s": 0.0}
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        last_s |= next(record for line in reversed(lines) if "step_time_s" in (record := json.loads(line)))
+        checkpoints = checkpoint_folder(cfg, folder)
+        last_s |= read_manifest(checkpoints / f"step-{step_folders(checkpoints)[-1]}")
+    except (OSError, ValueError, IndexError, StopIteration):  # nothing to learn from: what is damaged is the gang's to tell
+        pass
+    return max(30, math.ceil(10 + 2 * (last_s["step_time_s"] + 2 * last_s["save_s"])))
+
+
+def _torchrun(nproc: int, timeout_s: int, args: list[str]) -> int:
     """The exit code of rank 0 under torchrun, which itself only knows 0 and 1.
 
     torchrun runs in this process: it would take a signal that comes twice, from a terminal and from us, for an order to
@@ -92,7 +111,7 @@ def _torchrun(nproc: int, shutdown_timeout_s: int, args: list[str]) -> int:
         os.environ[EXIT_CODE_FILE] = str(code_file)
         try:
             launch = parse_args(["--standalone", f"--nproc_per_node={nproc}", *args])
-            launch.shutdown_timeout = shutdown_timeout_s
+            launch.shutdown_timeout = timeout_s
             run(launch)
         except (ChildFailedError, SignalException) as e:
             failure = e

@@ -1,7 +1,5 @@
 """From a command line to an exit code: configuration, the user's mistakes as one message, and who reports them."""
 
-import json
-import math
 import os
 import signal
 import sys
@@ -9,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from titanlite.checkpoint.folder import checkpoint_folder, step_folders
-from titanlite.checkpoint.integrity import read_manifest
 from titanlite.config import Config, Help, Origins, defaults_help, load_config
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, Fault, explain
 
@@ -59,22 +55,6 @@ def run_as_command(fn: Callable[[Config, Origins], int], argv: Sequence[str], us
 def run_dir(cfg: Config) -> Path:
     """`job.dump_folder`/`job.name`: the same folder is the same run."""
     return Path(cfg.job.dump_folder).expanduser() / cfg.job.name
-
-
-def shutdown_timeout_s(cfg: Config) -> int:
-    """How long the gang may take to end after a signal, for torchrun's --shutdown-timeout, which kills it then (after 30 s by default).
-
-    It has to end its step and perhaps a save, and then to save: twice the time that these took last, and 10 s.
-    """
-    folder, last_s = run_dir(cfg), {"step_time_s": 0.0, "save_s": 0.0}
-    try:
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
-        last_s |= next(record for line in reversed(lines) if "step_time_s" in (record := json.loads(line)))
-        checkpoints = checkpoint_folder(cfg, folder)
-        last_s |= read_manifest(checkpoints / f"step-{step_folders(checkpoints)[-1]}")
-    except (OSError, ValueError, IndexError, StopIteration):  # nothing to learn from: what is damaged is the gang's to tell
-        pass
-    return max(30, math.ceil(10 + 2 * (last_s["step_time_s"] + 2 * last_s["save_s"])))
 
 
 def _leave_exit_code(rank: int, code: int) -> None:
