@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.layers import Attention, FeedForward, RopeScaling
+from titanlite.models.layers import Attention, FeedForward, LatentArgs, LatentAttention, Scaling
 from titanlite.models.moe import MoE, MoEArgs
 
 
@@ -20,11 +20,12 @@ class DecoderArgs:
     head_dim: int | None = None  # None: dim / n_heads
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     tie_embeddings: bool = False
     attention: str = "sdpa"
     qkv_bias: bool = False
     qk_norm: bool = False
+    latent: LatentArgs | None = None  # latent attention instead; n_kv_heads and head_dim are not used
     moe: MoEArgs | None = None
     n_dense_layers: int = 0  # the first ones, which have no experts
 
@@ -36,17 +37,22 @@ class DecoderArgs:
 class Block(nn.Module):
     def __init__(self, args: DecoderArgs, layer: int):
         super().__init__()
-        self.attention = Attention(
-            args.dim,
-            args.n_heads,
-            args.n_kv_heads,
-            args.head_width,
-            args.rope_theta,
-            args.rope_scaling,
-            args.attention,
-            qkv_bias=args.qkv_bias,
-            qk_norm_eps=args.norm_eps if args.qk_norm else None,
-        )
+        if args.latent:
+            self.attention = LatentAttention(
+                args.dim, args.n_heads, args.latent, args.rope_theta, args.rope_scaling, args.norm_eps, args.attention
+            )
+        else:
+            self.attention = Attention(
+                args.dim,
+                args.n_heads,
+                args.n_kv_heads,
+                args.head_width,
+                args.rope_theta,
+                args.rope_scaling,
+                args.attention,
+                qkv_bias=args.qkv_bias,
+                qk_norm_eps=args.norm_eps if args.qk_norm else None,
+            )
         self.moe = self.feed_forward = None
         if args.moe and layer >= args.n_dense_layers:
             self.moe = MoE(args.dim, args.moe)
@@ -100,11 +106,18 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     2 for each multiply-add, backward twice the forward, causal attention counted as the half that is computed:
     a token sees (seq_len + 1) / 2 keys on average.
     """
+    qk_width = v_width = args.head_width
     attention = args.dim * args.head_width * (2 * args.n_heads + 2 * args.n_kv_heads)
+    if args.latent:
+        m = args.latent
+        qk_width, v_width = m.nope_dim + m.rope_dim, m.v_dim
+        queries = args.dim * args.n_heads * qk_width if m.q_rank is None else m.q_rank * (args.dim + args.n_heads * qk_width)
+        keys = args.dim * (m.kv_rank + m.rope_dim) + m.kv_rank * args.n_heads * (m.nope_dim + m.v_dim)
+        attention = queries + keys + args.n_heads * m.v_dim * args.dim
     feed_forward = 3 * args.dim * args.hidden_dim
     n_moe = args.n_layers - args.n_dense_layers if args.moe else 0
     matmuls = args.n_layers * attention + (args.n_layers - n_moe) * feed_forward + args.dim * args.vocab_size
     if args.moe:
         matmuls += n_moe * args.dim * (3 * args.moe.hidden_dim * (args.moe.top_k + args.moe.n_shared) + args.moe.n_experts)
-    scores = args.n_layers * 2 * args.n_heads * args.head_width * (seq_len + 1) // 2
+    scores = args.n_layers * args.n_heads * (qk_width + v_width) * (seq_len + 1) // 2
     return 6 * (matmuls + scores)

@@ -19,16 +19,76 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    magnitude: float = 1.0
+
+    def frequencies(self, head_dim: int, theta: float) -> Tensor:
+        freqs = rope_frequencies(head_dim, theta)
+        turns = self.original_max_position * freqs / (2 * math.pi)  # over the original context
+        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return freqs * keep + freqs / self.factor * (1 - keep)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions `factor` times closer together (arXiv 2306.15595)."""
+
+    factor: float
+    magnitude: float = 1.0
+
+    def frequencies(self, head_dim: int, theta: float) -> Tensor:
+        return rope_frequencies(head_dim, theta) / self.factor
+
+
+@dataclass(frozen=True)
+class NTKScaling:
+    """Another base, so that the lowest frequency is `factor` times lower and the highest stays (as in arXiv 2309.00071, eq. 6)."""
+
+    factor: float
+    magnitude: float = 1.0
+
+    def frequencies(self, head_dim: int, theta: float) -> Tensor:
+        return rope_frequencies(head_dim, theta * self.factor ** (head_dim / (head_dim - 2)))
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071): low frequencies are stretched, high ones stay, queries and keys grow by `magnitude` each."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0  # turns over the original context above which a frequency stays
+    beta_slow: float = 1.0  # and below which it is stretched whole
+    truncate: bool = True  # these bounds to whole dimensions
+    grows: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        return self.attention_magnitude if self.grows else 1.0
+
+    @property
+    def attention_magnitude(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0
+
+    def frequencies(self, head_dim: int, theta: float) -> Tensor:
+        def dim_of(turns: float) -> float:
+            return head_dim * math.log(self.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = dim_of(self.beta_fast), dim_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        dims = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+        stretch = ((dims - low) / max(high - low, 0.001)).clamp(0, 1)
+        freqs = rope_frequencies(head_dim, theta)
+        return freqs / self.factor * stretch + freqs * (1 - stretch)
+
+
+Scaling = RopeScaling | LinearScaling | NTKScaling | YarnScaling
+
+
+def rope_frequencies(head_dim: int, theta: float) -> Tensor:
     """[E / 2] fp32, radians a position."""
-    freqs = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    if scaling is None:
-        return freqs
-    turns = scaling.original_max_position * freqs / (2 * math.pi)  # over the original context
-    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return freqs * keep + freqs / scaling.factor * (1 - keep)
+    return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
 
 
 class Rope(nn.Module):
@@ -38,19 +98,25 @@ class Rope(nn.Module):
     over 126 layers keep no tables. They are in fp64 where the parameters are, else in fp32.
     """
 
-    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None):
+    def __init__(self, head_dim: int, theta: float, scaling: Scaling | None):
         super().__init__()
         self.args = (head_dim, theta, scaling)
-        self.register_buffer("freqs", rope_frequencies(*self.args), persistent=False)
+        self.register_buffer("freqs", self.frequencies(), persistent=False)
+
+    def frequencies(self) -> Tensor:
+        head_dim, theta, scaling = self.args
+        return scaling.frequencies(head_dim, theta) if scaling else rope_frequencies(head_dim, theta)
 
     def init_buffers(self, device: torch.device) -> None:
         """The values that a model built on meta lacks."""
         dtype = torch.promote_types(self.freqs.dtype, torch.float32)
-        self.freqs = rope_frequencies(*self.args).to(device, dtype)
+        self.freqs = self.frequencies().to(device, dtype)
 
     def forward(self, x_BSHE: Tensor, positions_BS: Tensor) -> Tensor:
         angles = positions_BS[:, :, None, None] * self.freqs
         cos, sin = angles.cos(), angles.sin()
+        if (scaling := self.args[-1]) and scaling.magnitude != 1.0:
+            cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
         even, odd = x_BSHE.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x_BSHE)
 
@@ -110,7 +176,7 @@ class Attention(nn.Module):
         n_kv_heads: int,
         head_dim: int,
         rope_theta: float,
-        scaling: RopeScaling | None,
+        scaling: Scaling | None,
         kernel: str = "sdpa",
         *,
         qkv_bias: bool = False,
@@ -135,6 +201,55 @@ class Attention(nn.Module):
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(self.rope(q, positions), self.rope(k, positions), v, positions, documents)
+        return self.wo(out.reshape(B, S, -1))
+
+
+@dataclass(frozen=True)
+class LatentArgs:
+    q_rank: int | None  # width of the queries' latent; None: they have none
+    kv_rank: int  # of that of keys and values
+    nope_dim: int  # of a head, without positions
+    rope_dim: int  # of a head, with
+    v_dim: int  # of a head's value
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), with DeepSeek's native names.
+
+    Values are padded to the width of keys, so that any attention core takes them.
+    """
+
+    def __init__(self, dim: int, n_heads: int, args: LatentArgs, rope_theta: float, scaling: Scaling | None, eps: float, kernel: str):
+        super().__init__()
+        self.args = args
+        width = args.nope_dim + args.rope_dim
+        self.wq = self.wq_a = self.q_norm = self.wq_b = None
+        if args.q_rank is None:
+            self.wq = nn.Linear(dim, n_heads * width, bias=False)
+        else:
+            self.wq_a = nn.Linear(dim, args.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(args.q_rank, eps=eps)
+            self.wq_b = nn.Linear(args.q_rank, n_heads * width, bias=False)
+        self.wkv_a = nn.Linear(dim, args.kv_rank + args.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(args.kv_rank, eps=eps)
+        self.wkv_b = nn.Linear(args.kv_rank, n_heads * (args.nope_dim + args.v_dim), bias=False)
+        self.wo = nn.Linear(n_heads * args.v_dim, dim, bias=False)
+        self.shared_key = nn.Identity()  # one for all heads: a pass may have to bring it to where they are
+        self.rope = Rope(args.rope_dim, rope_theta, scaling)
+        self.core = AttentionCore(kernel)
+        self.score_scale = scaling.attention_magnitude**2 if isinstance(scaling, YarnScaling) else 1.0
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        a = self.args
+        B, S = positions.shape
+        q = self.wq(x_BSD) if a.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x_BSD)))
+        q_nope, q_rope = q.view(B, S, -1, a.nope_dim + a.rope_dim).split([a.nope_dim, a.rope_dim], -1)
+        latent, k_rope = self.wkv_a(x_BSD).split([a.kv_rank, a.rope_dim], -1)
+        k_nope, v = self.wkv_b(self.kv_norm(latent)).view(B, S, -1, a.nope_dim + a.v_dim).split([a.nope_dim, a.v_dim], -1)
+        k_rope = self.rope(self.shared_key(k_rope).view(B, S, 1, -1), positions).expand(-1, -1, k_nope.shape[2], -1)
+        q = torch.cat([q_nope, self.rope(q_rope, positions)], -1) * self.score_scale
+        k = torch.cat([k_nope, k_rope], -1)
+        out = self.core(q, k, F.pad(v, (0, k.shape[-1] - a.v_dim)), positions, documents)[..., : a.v_dim]
         return self.wo(out.reshape(B, S, -1))
 
 

@@ -12,6 +12,20 @@ ATTENTION = {
     "layers.*.attention.wv": "colwise",
     "layers.*.attention.wo": "rowwise",
 }
+# Latents are made on each rank's part of the sequence, and gathered: they are small.
+LATENT_ATTENTION = {
+    "layers.*.attention_norm": "norm",
+    "layers.*.attention.wkv_a": "norm",
+    "layers.*.attention.kv_norm": "norm",
+    "layers.*.attention.wkv_b": "gather_colwise",
+    "layers.*.attention.shared_key": "gather",
+    "layers.*.attention.wo": "rowwise",
+}
+LATENT_QUERIES = {
+    "layers.*.attention.wq_a": "norm",
+    "layers.*.attention.q_norm": "norm",
+    "layers.*.attention.wq_b": "gather_colwise",
+}
 QK_NORM = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
 FEED_FORWARD = {
     "layers.*.feed_forward": "gather_input",

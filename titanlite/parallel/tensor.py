@@ -5,7 +5,7 @@ Between blocks a rank holds its part of the sequence [B, S / tp, D]. The vocabul
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -32,6 +32,14 @@ class GatherInput(ParallelStyle):
 
         module.register_forward_pre_hook(gather)
         return module
+
+
+class Gather(GatherInput):
+    """What comes out is whole and plain. Each rank's heads give a part of its gradient."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_hook(lambda _, inputs, output: output.to_local(grad_placements=[Partial()]))
+        return super()._apply(module, mesh)
 
 
 class LocalInput(ParallelStyle):
@@ -77,11 +85,13 @@ def _settled(_: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
 
 STYLES = {
     "colwise": ColwiseParallel,
+    "gather_colwise": lambda: ColwiseParallel(input_layouts=Shard(1)),
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
     "norm": SequenceParallel,
     "head_norm": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),  # [B, S, H, E], of this rank's heads
     "local_norm": lambda: SequenceParallel(use_local_output=True),
     "gather_input": GatherInput,
+    "gather": Gather,
     "local_input": LocalInput,
     "embedding": Embedding,
     "head": Head,
