@@ -1,5 +1,6 @@
 """Whole runs of `titanlite.train.train`, its folder, resuming and refusals, on gangs that stay for the module."""
 
+import dataclasses
 import json
 import os
 import resource
@@ -8,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 import titanlite.train
@@ -220,17 +222,20 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(train, fini
     assert [s[0] for s in steps(finished)] == [1, 2, 3, 4]
 
 
-def test_a_tensor_that_is_loaded_as_another_is_found_and_the_step_before_is_loaded_into_a_new_run(train, finished, monkeypatch):
-    """Its bytes on disk are right: the fault lies between disk and model, as where one rank takes another's shard."""
-    plain = dcp.load
+def test_a_shard_that_is_loaded_as_another_is_found_and_the_step_before_is_loaded_into_a_new_run(train, finished, monkeypatch):
+    """Its bytes on disk are right: both ranks take the first one's shard."""
+    plain, name, loads = dcp.DefaultLoadPlanner.create_local_plan, "model.layers.0.attention.wq.weight", []
 
-    def load(state, *, storage_reader, **options):
-        plain(state, storage_reader=storage_reader, **options)
-        if storage_reader.path.name == "step-4":
-            shard = state["model.layers.0.attention.wq.weight"].detach().to_local()
-            shard.copy_(shard.flip(0))
+    def create_local_plan(self):
+        plan = plain(self)
+        loads.append(None)
+        for i, item in enumerate(plan.items):
+            if len(loads) == 1 and item.dest_index.fqn == name:
+                first = dataclasses.replace(item.storage_index, offset=torch.Size([0, 0]), index=0)
+                plan.items[i] = dataclasses.replace(item, storage_index=first)
+        return plan
 
-    monkeypatch.setattr(dcp, "load", load)
+    monkeypatch.setattr(dcp.DefaultLoadPlanner, "create_local_plan", create_local_plan)
     fresh = Gang(2)  # it has the patch
     try:
         words = ("--job.name", "run", "--training.steps", "6")
@@ -238,7 +243,7 @@ def test_a_tensor_that_is_loaded_as_another_is_found_and_the_step_before_is_load
     finally:
         fresh.close()
     why = (finished / "checkpoint" / "quarantine-step-4-1.txt").read_text()
-    assert "model.layers.0.attention.wq.weight is not what was written, although the files are" in why
+    assert f"{name} is not what was written, although the files are" in why
     assert train("straight", "--training.steps", 6, ranks=2) == 0
     assert steps(finished)[4:] == steps(train.folder / "straight", first=4)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint.folder import checkpoint_folder, list_steps
 from titanlite.checkpoint.integrity import DamagedStep
 from titanlite.checkpoint.state import model_state
-from titanlite.checkpoint.store import load, verify_step
+from titanlite.checkpoint.store import load
 from titanlite.config import Config, load_config
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
 from titanlite.models import get_family, get_model
@@ -62,13 +62,12 @@ def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]
     if step is not None and step not in steps:
         raise ConfigError(f"--step={step}: {checkpoints} holds {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
-    if problems := verify_step(checkpoints / f"step-{step}"):
-        raise ConfigError(f"{checkpoints}/step-{step} is damaged: {'; '.join(problems)}; use another --step of {', '.join(map(str, steps))}")
     tokenizer = build_tokenizer(cfg.model, folder, None)
     try:
         return _whole_model(cfg, checkpoints, step), tokenizer, step
     except DamagedStep as damage:
-        raise ConfigError(f"{checkpoints}/step-{step} is damaged: {damage}") from damage
+        others = ", ".join(map(str, steps))
+        raise ConfigError(f"{checkpoints}/step-{step} is damaged: {damage}; use another --step of {others}") from damage
 
 
 def _whole_model(cfg: Config, checkpoints: Path, step: int) -> nn.Module:

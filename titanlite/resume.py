@@ -12,9 +12,9 @@ from torch import Tensor
 
 from titanlite.checkpoint.asynchronous import SLOW_DISK, ProcessSaver, ThreadSaver
 from titanlite.checkpoint.folder import abandon_after, quarantine, set_strangers_aside, step_folders
-from titanlite.checkpoint.integrity import DamagedStep, read_manifest
+from titanlite.checkpoint.integrity import DamagedStep, problems_of, read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
-from titanlite.checkpoint.store import load, read_rank_states, save, verify_step
+from titanlite.checkpoint.store import load, read_rank_states, save
 from titanlite.config import Config, to_toml
 from titanlite.data.loader import TrainLoader
 from titanlite.parallel.collective import on_rank_0
@@ -36,6 +36,8 @@ class Saver:
         self.group = dist.new_group(backend="gloo", timeout=SLOW_DISK)
         background = SAVERS[run.cfg.checkpoint.async_mode]
         self.background = background and background(self.group)
+        if self.background:
+            self.background.reserve(model_state(run.parts) | optimizer_state(run.optimizer, run.parts))
         self.failures = 0  # in a row
 
     def save(self, *, last: bool) -> bool:
@@ -113,21 +115,24 @@ class NoGoodCheckpoint(Fault):
 
 
 def find_checkpoint(cfg: Config, folder: Path) -> int | None:
-    """The step to go on from: `checkpoint.load_step`, else the newest whose files are as they were written, or None where
-    there is none. A damaged one is quarantined. Raises NoGoodCheckpoint where there are some and all are damaged.
+    """The step to go on from: `checkpoint.load_step`, else the newest that is whole, or None where there is none. One that is
+    not is quarantined. Raises NoGoodCheckpoint where there are some and all are damaged.
+
+    Files are checked for their sizes only; `load` reads them.
     """
     on_rank_0(lambda: set_strangers_aside(folder))
     steps = on_rank_0(lambda: step_folders(folder))
     wanted = cfg.checkpoint.load_step
-    if wanted != -1 and wanted not in steps:
+    quarantined = on_rank_0(lambda: [path.name for path in folder.glob("quarantine-step-*")])
+    if wanted != -1 and wanted not in steps and not any(name.startswith(f"quarantine-step-{wanted}-") for name in quarantined):
         raise ConfigError(
             f"checkpoint.load_step={wanted}: {folder} holds {', '.join(map(str, steps)) or 'no checkpoint'}", "checkpoint.load_step"
         )
-    for step in reversed(steps) if wanted == -1 else [wanted]:
-        if not (problems := verify_step(folder / f"step-{step}")):
+    for step in reversed(steps) if wanted == -1 else {wanted} & set(steps):
+        if not (problems := on_rank_0(partial(problems_of, folder / f"step-{step}", every_byte=False))):
             return step
         on_rank_0(partial(quarantine, folder, step, problems))
-    if steps or on_rank_0(lambda: any(folder.glob("quarantine-step-*"))):
+    if steps or quarantined:
         raise NoGoodCheckpoint(
             f"{folder} holds checkpoints, and {'none is' if wanted == -1 else f'step {wanted} is not'} as it was written: they are quarantined there, "
             f"with the reasons; to start anew, give the run another --job.name"

@@ -22,8 +22,8 @@ from titanlite.checkpoint.folder import (
     set_strangers_aside,
     step_folders,
 )
-from titanlite.checkpoint.integrity import read_manifest
-from titanlite.checkpoint.store import load, save, verify_step
+from titanlite.checkpoint.integrity import problems_of, read_manifest
+from titanlite.checkpoint.store import load, save
 from titanlite.cli import main
 from titanlite.config import Config, override
 from titanlite.utils import ConfigError, logger
@@ -134,16 +134,16 @@ def test_a_remote_folder_is_the_url_and_the_runs_name(tmp_path):
 
 def test_a_remote_store_saves_loads_verifies_retains_and_sets_aside(bucket):
     save_steps(bucket, 1, 2, 3, keep_latest_k=2)
-    assert list_steps(bucket) == [2, 3] and loaded(bucket, 3) == [3.0] * 3 and verify_step(bucket / "step-3") == []
+    assert list_steps(bucket) == [2, 3] and loaded(bucket, 3) == [3.0] * 3 and problems_of(bucket / "step-3") == []
     save_steps(bucket, 3)  # committed: not written again
     data = bucket / "step-3" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[::-1])
-    assert "has checksum" in verify_step(bucket / "step-3")[0]
+    assert "has checksum" in problems_of(bucket / "step-3")[0]
     quarantine(bucket, 3, ["for the test"])
     abandon_after(bucket, 1)
     assert step_folders(bucket) == []
     assert {p.name for p in bucket.iterdir()} == {"quarantine-step-3-1", "quarantine-step-3-1.txt", "abandoned"}
-    assert verify_step(bucket / "abandoned" / "step-2-1") == []
+    assert problems_of(bucket / "abandoned" / "step-2-1") == []
 
 
 def test_a_remote_step_without_a_manifest_was_never_committed_and_is_written_over(bucket):
@@ -174,7 +174,7 @@ def test_ranks_save_into_and_load_from_a_remote_store_together(tmp_path):
         save(folder, 2, {"model.w": tensor}, extra={}, keep_latest_k=1, rank_state={"rank": dist.get_rank()})
         tensor.to_local().zero_()
         load(folder, 2, {"model.w": tensor})
-        return tensor.full_tensor().tolist(), verify_step(folder / "step-2")
+        return tensor.full_tensor().tolist(), problems_of(folder / "step-2")
 
     assert run_ranks(write_and_read, 2) == [(list(map(float, range(10))), [])] * 2
     assert json.loads((tmp_path / "store" / "step-2" / "MANIFEST.json").read_text())["world_size"] == 2

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.ranks import run_ranks
 from titanlite.checkpoint.fingerprint import fingerprints
 from titanlite.checkpoint.folder import list_steps, quarantine
-from titanlite.checkpoint.store import save, verify_step
+from titanlite.checkpoint.integrity import DamagedStep, problems_of
+from titanlite.checkpoint.store import load, save
 from titanlite.cli import main
 
 
@@ -50,7 +51,7 @@ def flip(path, seed):
 
 
 def test_a_good_step_has_no_problems(step):
-    assert verify_step(step) == []
+    assert problems_of(step) == []
 
 
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", "MANIFEST.json", "MANIFEST.crc32"])
@@ -58,10 +59,10 @@ def test_every_one_of_40_flipped_bits_is_found(step, file):
     good = (step / file).read_bytes()
     for seed in range(40):
         flip(step / file, seed)
-        problems = verify_step(step)
+        problems = problems_of(step)
         assert problems and file in problems[0], seed
         (step / file).write_bytes(good)
-    assert verify_step(step) == []
+    assert problems_of(step) == []
 
 
 def zero_block(step):
@@ -100,16 +101,33 @@ def test_damage_is_found_by_the_library_and_by_the_command_and_named(step, damag
     assert main(["checkpoint", "verify", str(step.parent)]) == 0
     assert "1 steps, 0 damaged" in capsys.readouterr().out
     damage(step)
-    assert verify_step(step)
+    assert problems_of(step)
     assert main(["checkpoint", "verify", str(step.parent)]) == 1
     assert "step-1       DAMAGED" in capsys.readouterr().out
 
 
-def test_ranks_share_the_reading_and_all_learn_what_is_wrong(step):
+def test_ranks_share_the_reading_when_they_load_and_all_learn_what_is_wrong(step):
     flip(step / "__0_0.distcp", 1)
     flip(step / "__1_0.distcp", 1)
-    for problems in run_ranks(verify_step, 3, step):
-        assert len(problems) == 2
+
+    def read():
+        with pytest.raises(DamagedStep) as damage:
+            load(step.parent, 1, {"model.w": torch.zeros(64, 48)})
+        return str(damage.value)
+
+    for problems in run_ranks(read, 3):
+        assert "__0_0.distcp has checksum" in problems and "__1_0.distcp has checksum" in problems
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", ".metadata", "MANIFEST.json", "MANIFEST.crc32"])
+def test_a_load_itself_finds_every_one_of_20_flipped_bits(step, file):
+    good = (step / file).read_bytes()
+    for seed in range(20):
+        flip(step / file, seed)
+        with pytest.raises(DamagedStep):
+            load(step.parent, 1, {"model.w": torch.zeros(64, 48)})
+        (step / file).write_bytes(good)
+    load(step.parent, 1, {"model.w": torch.zeros(64, 48)})
 
 
 def test_a_quarantined_step_is_no_checkpoint_any_more_and_the_reason_lies_beside_it(step):

@@ -32,6 +32,10 @@ class ThreadSaver:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._pending: Future | None = None
 
+    def reserve(self, state: dict[str, Tensor]) -> None:
+        """Makes room for copies of `state`, so that the first save does not wait for memory."""
+        self._staging.copy(state)
+
     def start(self, folder: Path, step: int, state: dict[str, Tensor], **options: Any) -> None:
         """Waits for the save before, copies `state` and `options` as they are now, and returns; see `save`."""
         self.wait()
@@ -59,6 +63,10 @@ class ProcessSaver:
         self._staging = Staging(shared=True)
         self._pending = False
         self._launch()
+
+    def reserve(self, state: dict[str, Tensor]) -> None:
+        """As ThreadSaver's."""
+        self._staging.copy(state)
 
     def start(self, folder: Path, step: int, state: dict[str, Tensor], **options: Any) -> None:
         """As ThreadSaver's."""
@@ -149,7 +157,7 @@ class Staging:
     def _allocate(self, n_bytes: int) -> Tensor:
         if not self._shared:
             return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        block = torch.empty(n_bytes, dtype=torch.uint8).share_memory_()
+        block = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(n_bytes))
         if torch.cuda.is_available():
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), n_bytes, 0)))
         return block
@@ -171,8 +179,10 @@ def tensors_in(block: Tensor, pieces: list[Piece]) -> dict[str, Tensor]:
 
 
 def _view(block: Tensor, piece: Piece) -> Tensor:
-    n_bytes = piece.shape.numel() * piece.dtype.itemsize
-    return block[piece.start : piece.start + n_bytes].view(piece.dtype).view(piece.shape)
+    if not piece.shape.numel():
+        return torch.empty(piece.shape, dtype=piece.dtype)
+    # With a storage of its own size: DCP copies a tensor whose storage is larger before it writes it.
+    return torch.frombuffer(block.numpy(), dtype=piece.dtype, count=piece.shape.numel(), offset=piece.start).view(piece.shape)
 
 
 def _serve(connection: Connection, parent: int, rank: int, ranks: int, host: str, port: int) -> None:

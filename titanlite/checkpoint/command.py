@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder, delete_step, is_pinned, pin, step_folders
-from titanlite.checkpoint.integrity import damaged_files, read_manifest
+from titanlite.checkpoint.integrity import problems_of, read_manifest
 from titanlite.config import load_config
 from titanlite.utils import ConfigError
 
@@ -52,19 +52,11 @@ def _folder(run: Path) -> Path:
     return folder
 
 
-def _problems(path: Path, *, every_byte: bool) -> list[str]:
-    try:
-        manifest = read_manifest(path)
-    except (OSError, ValueError) as error:
-        return [str(error)]
-    return damaged_files(path, manifest, manifest["files"]) if every_byte else []
-
-
 def _report(folder: Path, *, every_byte: bool) -> int:
     bad = 0
     for step in step_folders(folder):
         path = folder / f"step-{step}"
-        problems = _problems(path, every_byte=every_byte)
+        problems = problems_of(path, every_byte=every_byte)
         bad += bool(problems)
         if problems:
             print(f"{path.name:<12} DAMAGED {'; '.join(problems)}", flush=True)
@@ -105,7 +97,7 @@ def _prune(folder: Path, keep: int) -> int:
     if keep < 1:
         raise ConfigError(f"--keep={keep}: expected at least 1, or nothing would be left to go on from")
     steps = step_folders(folder)
-    good = [step for step in reversed(steps) if not _problems(folder / f"step-{step}", every_byte=True)]
+    good = [step for step in reversed(steps) if not problems_of(folder / f"step-{step}", every_byte=True)]
     if not good:
         print(f"{len(steps)} steps, none of them good: nothing is deleted")
         return 1

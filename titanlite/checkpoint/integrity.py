@@ -48,6 +48,15 @@ def file_sizes(path: Path) -> dict[str, int]:
     return {name.split(f"/{path.name}/", 1)[1]: info["size"] for name, info in found.items()}
 
 
+def problems_of(path: Path, *, every_byte: bool = True) -> list[str]:
+    """What is wrong with the step in `path`, nothing where it is good."""
+    try:
+        manifest = read_manifest(path)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    return damaged_files(path, manifest, manifest["files"]) if every_byte else []
+
+
 def damaged_files(path: Path, manifest: dict[str, Any], names: Iterable[str]) -> list[str]:
     """What is wrong with those of the step's files."""
     problems = []
@@ -64,10 +73,10 @@ def damaged_files(path: Path, manifest: dict[str, Any], names: Iterable[str]) ->
 
 
 def file_checksum(path: Path) -> str:
-    crc = 0
+    crc, block = 0, memoryview(bytearray(1 << 20))  # one block used again: new memory costs as much as the checksum
     with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            crc = zlib.crc32(block, crc)
+        while n := file.readinto(block):
+            crc = zlib.crc32(block[:n], crc)
     return f"{crc:08x}"
 
 

@@ -11,7 +11,9 @@ import shutil
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,12 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titanlite import __version__
-from titanlite.checkpoint.fingerprint import fingerprints, holds_first_replica
+from titanlite.checkpoint.fingerprint import holds_first_replica, joined, local_sums
 from titanlite.checkpoint.folder import (
     clear_temporary,
     delete_old_steps,
     fsync,
-    list_steps,
     newest_before,
     remove,
     set_torn_aside,
@@ -44,26 +45,19 @@ from titanlite.checkpoint.integrity import (
 )
 from titanlite.checkpoint.match import describe, keys_to_load
 from titanlite.checkpoint.writer import checksumming_writer, step_reader
-from titanlite.parallel.collective import gathered_on_rank_0, on_all_ranks, on_rank_0, on_shares, rank_in, size_of
-from titanlite.utils import ConfigError, logger
+from titanlite.parallel.collective import (
+    gathered,
+    gathered_on_rank_0,
+    on_all_ranks,
+    on_rank_0,
+    on_shares,
+    rank_in,
+    size_of,
+)
+from titanlite.utils import logger
 
 METADATA = ".metadata"  # DCP's index: which bytes of which file hold which part of a tensor
 RANK_STATE = "rank_state"  # the folder of what each rank alone knows
-
-
-def verify_step(path: Path, *, process_group: dist.ProcessGroup | None = None) -> list[str]:
-    """What is wrong with the step in `path`, nothing where it is good. Collective: each rank reads its share of the files."""
-
-    def read() -> dict | str:
-        try:
-            return read_manifest(path)
-        except (OSError, ValueError) as error:
-            return str(error)
-
-    manifest = on_rank_0(read, process_group)
-    if isinstance(manifest, str):
-        return [manifest]
-    return sum(on_shares(manifest["files"], lambda names: damaged_files(path, manifest, names), process_group), [])
 
 
 def save(
@@ -83,6 +77,7 @@ def save(
     When this returns on any rank, the step is committed. If any rank cannot write, all raise OSError and nothing is left.
     """
     from torch.distributed import checkpoint as dcp
+    from torch.utils.serialization import config as serialization
 
     started = time.monotonic()
     # An object store has no rename: there the manifest, written last, is what commits the step.
@@ -96,13 +91,16 @@ def save(
     try:
         on_rank_0(lambda: _check_space(place, needed), process_group)
         writer, checksums = checksumming_writer(place, per_thread_copy_ahead=ahead_bytes)
-        with _dcp_failures(f"cannot write {place} (is the disk full?)"):
+        # Our checksums stand in for those that torch would put into each tensor's record.
+        unchecked = serialization.patch("save.compute_crc32", False)
+        with ThreadPoolExecutor(1) as pool, _dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
+            sums = pool.submit(lambda: {key: local_sums(tensor) for key, tensor in state.items()})
             dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
         if rank_state is not None:
             write = lambda: checksums.update(_write_rank_state(place, rank_state, process_group))  # noqa: E731
             on_all_ranks(write, process_group, errors=OSError)
         checksums = {name: crc for one in gathered_on_rank_0(checksums, process_group) for name, crc in one.items()}
-        facts = {"step": step, "tensors": _described(place, state, process_group), **extra}
+        facts = {"step": step, "tensors": _described(place, sums.result(), process_group), **extra}
         on_rank_0(lambda: _commit(folder, place, checksums, facts, started, process_group), process_group)
         committed = True
     finally:
@@ -125,8 +123,9 @@ def load(
     Names, shapes and dtypes must match, both ways, for every first component of a name (`model`, ...) that `state` uses;
     otherwise raises ConfigError before any tensor changes. Left as they are: keys that `exclude` names, by a pattern or as
     parent of others, and the optimizer's state of parameters that the checkpoint was written without (they were frozen).
-    Then compares fingerprints, of `counted` where a rank holds copies that are another rank's to count; raises DamagedStep
-    where a tensor is not what was written or a file cannot be read.
+    Every file's checksum is read, each rank its share, and every tensor's fingerprint compared, of `counted` where a rank holds
+    copies that are another rank's to count. Raises DamagedStep where one is not what was written, or cannot be read; tensors
+    may have changed then.
     """
     from torch.distributed import checkpoint as dcp
 
@@ -135,21 +134,37 @@ def load(
     def read_index() -> tuple[dict, dict[str, str]]:
         try:
             manifest = read_manifest(path)
+            if problems := damaged_files(path, manifest, [METADATA]):  # a pickle: whole, or not opened
+                raise ValueError("; ".join(problems))
             saved = step_reader(path).read_metadata().state_dict_metadata
-        except Exception as error:  # a damaged index, a pickle, may raise anything
-            raise ConfigError(
-                f"{path} is not a whole checkpoint: {error}; those in {folder} are {list_steps(folder)}",
-                "checkpoint.load_step",
-            ) from error
+        except (OSError, ValueError) as error:
+            raise DamagedStep(f"{path} is not a whole checkpoint: {error}") from error
         return manifest, {key: describe(tensor.properties.dtype, tensor.size) for key, tensor in saved.items()}
 
     manifest, saved = on_rank_0(read_index, process_group)
     keys = keys_to_load(path, saved, state, tuple(exclude), process_group)
-    with _dcp_failures(f"cannot read {path}"):
+    failure = None
+    with ThreadPoolExecutor(2) as pool:
+        names = sorted(manifest["files"])[rank_in(process_group) :: size_of(process_group)]
+        damaged = pool.submit(damaged_files, path, manifest, names)
+        planner = _summing_planner(state if counted is None else counted, pool)
         # A new dict: DCP assigns to the entries of the one it is given.
         wanted = {key: tensor for key, tensor in state.items() if key in keys}
-        dcp.load(wanted, storage_reader=step_reader(path), process_group=process_group, no_dist=not dist.is_initialized())
-    found = fingerprints(state if counted is None else counted, sorted(keys), process_group)
+        try:
+            with _dcp_failures(f"cannot read {path}"):
+                dcp.load(
+                    wanted,
+                    storage_reader=step_reader(path),
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=not dist.is_initialized(),
+                )
+        except OSError as error:  # on all ranks
+            failure = error
+        problems = sum(gathered(damaged.result(), process_group), [])
+    if problems or failure:
+        raise DamagedStep("; ".join(problems) or str(failure)) from failure
+    found = joined({key: sums.result() for key, sums in planner.sums.items()}, sorted(keys), process_group)
     wrong = [key for key, value in found.items() if value != manifest["tensors"][key]["fingerprint"]]
     if wrong:
         raise DamagedStep(
@@ -157,6 +172,25 @@ def load(
             f"{len(wrong)} of {len(found)} fingerprints differ"
         )
     return manifest
+
+
+def _summing_planner(counted: dict[str, Tensor], pool: ThreadPoolExecutor) -> Any:
+    """DCP's planner of a load, whose `sums` gets what `joined` takes of each tensor of `counted` as soon as it is loaded."""
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    class SummingPlanner(DefaultLoadPlanner):
+        def finish_plan(self, plan: Any) -> Any:
+            self.missing = Counter(item.dest_index.fqn for item in plan.items)
+            self.sums: dict[str, Future] = {}
+            return super().finish_plan(plan)
+
+        def commit_tensor(self, item: Any, tensor: Tensor) -> None:
+            key = item.dest_index.fqn
+            self.missing[key] -= 1
+            if not self.missing[key] and key in counted:
+                self.sums[key] = pool.submit(local_sums, counted[key])
+
+    return SummingPlanner()
 
 
 def read_rank_states(path: Path, manifest: dict[str, Any], process_group: dist.ProcessGroup | None = None) -> dict[int, dict[str, Any]]:
@@ -214,7 +248,7 @@ def _check_space(path: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"a step takes {needed / 2**20:,.1f} MiB, {free / 2**20:,.1f} MiB are free", str(path))
 
 
-def _described(path: Path, state: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
+def _described(path: Path, sums: dict[str, Tensor], process_group: dist.ProcessGroup | None) -> dict[str, dict[str, Any]]:
     """Key -> dtype, shape and fingerprint of every tensor that DCP has written into `path`."""
 
     def read() -> dict[str, dict[str, Any]]:
@@ -225,7 +259,7 @@ def _described(path: Path, state: dict[str, Tensor], process_group: dist.Process
         }
 
     tensors = on_rank_0(read, process_group)
-    for key, value in fingerprints(state, list(tensors), process_group).items():
+    for key, value in joined(sums, list(tensors), process_group).items():
         tensors[key]["fingerprint"] = value
     return tensors
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -40,18 +41,24 @@ def _checksummed(create_stream: Callable, checksums: dict[str, str], path: Path 
         if "w" not in mode:
             yield stream
             return
-        checksummed = _Checksummed(stream)
-        yield checksummed
+        with ThreadPoolExecutor(1) as pool:
+            checksummed = _Checksummed(stream, pool)
+            yield checksummed
         checksums[Path(path).name.removesuffix(".tmp")] = f"{checksummed.crc:08x}"
 
 
 class _Checksummed:
-    def __init__(self, stream: Any):
-        self.stream, self.crc = stream, 0
+    def __init__(self, stream: Any, pool: ThreadPoolExecutor):
+        self.stream, self.pool, self.crc = stream, pool, 0
 
     def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        return self.stream.write(data)
+        if len(data) < 2**16:  # not worth a thread
+            self.crc = zlib.crc32(data, self.crc)
+            return self.stream.write(data)
+        crc = self.pool.submit(zlib.crc32, data, self.crc)
+        written = self.stream.write(data)
+        self.crc = crc.result()
+        return written
 
     def __getattr__(self, name: str) -> Any:
         assert name not in ("seek", "truncate"), "the checksum is of what is written in order"
