@@ -120,3 +120,9 @@ def test_the_context_benchmark_prints_both_ratios_for_each_method():
     lines = run("benchmarks/context.py", "--size", "tiny", "--rounds", "1", "--steps", "1").splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["allgather", "ring", "ulysses"]
     assert all(float(x) > 0 for line in lines[1:] for x in line.split()[1:])
+
+
+def test_checkpoints_are_compared_with_plain_dcp_and_a_copy():
+    lines = run("benchmarks/checkpoint.py", "--gib", "0.01", "--dim", "256", "--rounds", "1").splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("save", "load"))] == ["save", "load"]
+    assert [line.split(",")[0] for line in lines if "Saver" in line] == ["ThreadSaver"] * 2 + ["ProcessSaver"] * 2

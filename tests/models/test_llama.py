@@ -119,8 +119,8 @@ def test_rope_scaling_is_the_published_piecewise_formula(scaling):
         )
         return (1 - smooth) * freq / scaling.factor + smooth * freq
 
-    plain = rope_frequencies(128, 500000.0, None)
-    scaled = rope_frequencies(128, 500000.0, scaling)
+    plain = rope_frequencies(128, 500000.0)
+    scaled = scaling.frequencies(128, 500000.0)
     expected = torch.tensor([published(f) for f in plain.tolist()])
     torch.testing.assert_close(scaled, expected, rtol=1e-6, atol=0)  # fp32 against Python's fp64: a few ulp
     kinds = {float(round(p / s, 3)) for p, s in zip(plain.tolist(), scaled.tolist())}

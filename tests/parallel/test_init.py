@@ -56,7 +56,7 @@ def _weights_of(cases: dict) -> dict:
         wrong += [f"{name} is on meta" for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
         if (model.output.weight is model.tok_embeddings.weight) != bool(cfg.model.tie_embeddings):
             wrong.append("a tie came apart, or was made")
-        expected = rope_frequencies(ARGS.head_width, ARGS.rope_theta, ARGS.rope_scaling)
+        expected = rope_frequencies(ARGS.head_width, ARGS.rope_theta)
         wrong += [f"{n} is {t}" for n, t in model.named_buffers() if not torch.equal(t.float(), expected)]
         keep = (lambda whole: whole) if run.mesh.world_size == 1 else digest
         weights[case] = {name: keep(full(p)) for name, p in model.named_parameters()}
