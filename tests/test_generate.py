@@ -1,6 +1,7 @@
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from titanlite import resume, train
 from titanlite.cli import main
 from titanlite.config import load_config
 from titanlite.generate import _choose, generate, load_run
+from titanlite.models import get_family, get_model
 from titanlite.models.llama.model import Llama, LlamaArgs
+from titanlite.parallel.parallelize import allocate
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61, rope_theta=10000.0)
 NO_END = -1
@@ -47,6 +50,29 @@ def test_decoding_with_a_cache_gives_the_logits_of_whole_forward_passes(prompt_l
     # fp32 sums in another order, relative to the largest logit.
     assert (torch.stack(cached) - expected).abs().max() < 1e-5 * expected.abs().max()
     assert ids == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_cache_gives_every_family_the_logits_of_whole_forward_passes(name):
+    cfg = load_config_of(name)
+    torch.manual_seed(0)
+    models = [get_model(cfg.model, torch.float64) for _ in range(2)]
+    for model in models:
+        allocate(model, get_family(cfg.model).PLAN, torch.device("cpu"))
+        for n, parameter in model.named_parameters():
+            parameter.data.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(n)))
+    logits = []
+    models[0].output.register_forward_hook(lambda m, args, out: logits.append(out[0, -1].clone()))
+    prompt = [5, 6, 7, 8, 9]
+    ids = list(generate(models[0], prompt, max_new_tokens=20, end_id=NO_END, temperature=0.0))
+    tokens = torch.tensor([prompt + ids[:-1]])
+    with torch.inference_mode():
+        expected = models[1](tokens, torch.arange(tokens.shape[1])[None])[0, 4:]
+    assert (torch.stack(logits) - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+def load_config_of(name):
+    return load_config(Path(__file__).parents[1] / "train_configs" / f"{name}_debug.toml")[0]
 
 
 def test_a_second_text_from_the_same_model_starts_with_an_empty_cache():

@@ -22,8 +22,9 @@ from titanlite.utils import ConfigError, is_utf8
 class CachedCore(nn.Module):
     """An attention core for one row that keeps the keys and values of what it has seen: [1, S so far, K, E]."""
 
-    def __init__(self) -> None:
+    def __init__(self, core: nn.Module) -> None:
         super().__init__()
+        self.core = core
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.length = 0
@@ -36,6 +37,9 @@ class CachedCore(nn.Module):
             self.keys, self.values = (self._grown(old, x, 2 * end) for old, x in ((self.keys, k_BSKE), (self.values, v_BSKE)))
         self.keys[:, self.length : end], self.values[:, self.length : end] = k_BSKE, v_BSKE
         self.length = end
+        if self.core.window or self.core.sink:
+            places = torch.arange(end, device=positions.device)[None]
+            return self.core.attend(q_BSHE, self.keys[:, :end], self.values[:, :end], (positions, None), (places, None))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, self.keys[:, :end], self.values[:, :end]))
         mask = None
         if new > 1:
@@ -97,8 +101,8 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for module in list(model.modules()):
-        if hasattr(module, "core"):
-            module.core = CachedCore()
+        if hasattr(module, "core") and not isinstance(module, CachedCore):
+            module.core = CachedCore(module.core.core if isinstance(module.core, CachedCore) else module.core)
     new, seen = prompt_ids, 0
     for _ in range(max_new_tokens):
         tokens = torch.tensor([new], device=device)

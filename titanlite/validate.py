@@ -145,6 +145,14 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
                 "model.attention",
                 "parallelism.context_parallel_method",
             )
+    args = get_args(cfg.model)
+    if cp > 1 and p.context_parallel_method == "ring" and (getattr(args, "window", None) or getattr(args, "sinks", False)):
+        raise ConfigError(
+            f"parallelism.context_parallel_method='ring' has attention kernels of its own, without the windows and sinks of "
+            f"{cfg.model.name}: use 'allgather' or 'ulysses'",
+            "parallelism.context_parallel_method",
+            "model.name",
+        )
     if cp == 1:
         return
     if not get_family(cfg.model).PLAN.cores:

@@ -74,13 +74,22 @@ MODELS = {
             rope_scaling=YarnScaling(40.0, 16, grows=False),
         ),
     ),
+    "gpt_oss": (
+        "GptOss",
+        {"rope_parameters": YARN | {"truncate": False}, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5,
+         "intermediate_size": 24, "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 64},
+        DecoderArgs(
+            **ARGS, head_dim=8, rope_theta=1e4, rope_scaling=YarnScaling(4.0, 16, truncate=False), qkv_bias=True, out_bias=True, window=5,
+            sinks=True, moe=MoEArgs(6, 2, 24, bias=True, clamp=7.0),
+        ),
+    ),
 }  # fmt: skip
 
 NAMES = {
     r"model\.embed_tokens\.": "tok_embeddings.", r"model\.norm\.": "norm.", r"lm_head\.": "output.", r"model\.layers\.": "layers.",
     r"self_attn\.(.)_proj": r"attention.w\1", r"self_attn\.(.)_norm": r"attention.\1_norm", r"input_layernorm": "attention_norm",
     r"post_attention_layernorm": "ffn_norm", r"mlp\.gate_proj": "feed_forward.w1", r"mlp\.up_proj": "feed_forward.w3",
-    r"mlp\.down_proj": "feed_forward.w2", r"mlp\.experts\.": "moe.experts.", r"mlp\.shared_experts\.gate_proj": "moe.shared_experts.w1",
+    r"mlp\.down_proj": "feed_forward.w2", r"mlp\.experts\.": "moe.experts.", r"mlp\.router\.": "moe.router.gate.", r"self_attn\.sinks": "attention.sink.weight", r"mlp\.shared_experts\.gate_proj": "moe.shared_experts.w1",
     r"mlp\.shared_experts\.up_proj": "moe.shared_experts.w3", r"mlp\.shared_experts\.down_proj": "moe.shared_experts.w2",
     r"mlp\.gate\.weight": "moe.router.gate.weight", r"mlp\.gate\.e_score_correction_bias": "moe.router.expert_bias",
     r"self_attn\.q_a_proj": "attention.wq_a", r"self_attn\.q_a_layernorm": "attention.q_norm", r"self_attn\.q_b_proj": "attention.wq_b",
@@ -103,6 +112,13 @@ def interleaved(tensor: Tensor, head_dim: int) -> Tensor:
 
 def converted(tensors: dict[str, Tensor], args: DecoderArgs) -> dict[str, Tensor]:
     named = {our_name(name): tensor for name, tensor in tensors.items()}
+    for name in [name for name in named if name.endswith("experts.gate_up_proj_bias")]:  # gpt-oss: as columns, in turn
+        up = name.removesuffix("_bias")
+        named |= {name.replace("gate_up_proj_bias", b): named[name][:, i::2] for i, b in enumerate(("b1", "b3"))}
+        named[name.replace("gate_up_proj_bias", "b2")] = named.pop(name.replace("gate_up", "down"))
+        named[up] = torch.cat([named[up][..., i::2] for i in (0, 1)], -1).mT
+        named[up.replace("gate_up", "down")] = named[up.replace("gate_up", "down")].mT
+        del named[name]
     for name in [name for name in named if name.endswith("experts.gate_up_proj")]:
         w1_w3 = named.pop(name).chunk(2, 1)
         named |= {name.replace("gate_up_proj", w): t for w, t in zip(("w1", "w3"), w1_w3)}

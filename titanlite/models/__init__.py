@@ -11,7 +11,7 @@ from torch import nn
 from titanlite.config import Model
 from titanlite.utils import ConfigError, nearest
 
-FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")}
+FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")}
 
 
 def get_family(cfg: Model) -> ModuleType:

@@ -24,7 +24,10 @@ class DecoderArgs:
     tie_embeddings: bool = False
     attention: str = "sdpa"
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None  # of every other block's attention, the first one's included
+    sinks: bool = False
     latent: LatentArgs | None = None  # latent attention instead; n_kv_heads and head_dim are not used
     moe: MoEArgs | None = None
     n_dense_layers: int = 0  # the first ones, which have no experts
@@ -51,7 +54,10 @@ class Block(nn.Module):
                 args.rope_scaling,
                 args.attention,
                 qkv_bias=args.qkv_bias,
+                out_bias=args.out_bias,
                 qk_norm_eps=args.norm_eps if args.qk_norm else None,
+                window=args.window if layer % 2 == 0 else None,
+                sinks=args.sinks,
             )
         self.moe = self.feed_forward = None
         if args.moe and layer >= args.n_dense_layers:
@@ -90,7 +96,7 @@ class Decoder(nn.Module):
         """Fills one whole parameter, or one expert's part, in place; what goes in depends on its name and the generator only."""
         if "norm" in name:
             full.fill_(1.0)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", ".b1", ".b2", ".b3", "sink.weight")):
             full.zero_()
         else:
             # Logits of order one; embeddings small enough that what blocks add counts from the start.
@@ -119,5 +125,8 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     matmuls = args.n_layers * attention + (args.n_layers - n_moe) * feed_forward + args.dim * args.vocab_size
     if args.moe:
         matmuls += n_moe * args.dim * (3 * args.moe.hidden_dim * (args.moe.top_k + args.moe.n_shared) + args.moe.n_experts)
-    scores = args.n_layers * args.n_heads * (qk_width + v_width) * (seq_len + 1) // 2
-    return 6 * (matmuls + scores)
+    keys = args.n_layers * (seq_len + 1) / 2  # of all blocks
+    if args.window and args.window < seq_len:
+        windowed = args.window - args.window * (args.window - 1) / (2 * seq_len)  # a row's first tokens see fewer
+        keys += -(-args.n_layers // 2) * (windowed - (seq_len + 1) / 2)
+    return round(6 * (matmuls + args.n_heads * (qk_width + v_width) * keys))

@@ -128,17 +128,18 @@ class AttentionCore(nn.Module):
     """Causal attention within each document. A submodule of its own, so that a pass may replace its forward.
 
     Kernel "sdpa" takes masks whole, [B, S, T] booleans; "flex" keeps blocks of them only (FlexAttention, arXiv 2412.05496).
+    With a window a query sees that many tokens, its own included. With a sink it may also attend to nothing; see Sink.
     """
 
-    def __init__(self, kernel: str = "sdpa"):
+    def __init__(self, kernel: str = "sdpa", *, window: int | None = None, sink: bool = False):
         super().__init__()
-        self.kernel = kernel
+        self.kernel, self.window, self.sink = kernel, window, sink
 
     def forward(
         self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None
     ) -> Tensor:
         """Returns [B, S, H, E]. A query sees the keys of its own document at its position or before."""
-        if documents is not None:
+        if documents is not None or self.window or self.sink:
             return self.attend(q_BSHE, k_BSKE, v_BSKE, (positions, documents), (positions, documents))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BSKE, v_BSKE))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
@@ -146,24 +147,67 @@ class AttentionCore(nn.Module):
     def attend(self, q_BSHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, queries: Places, keys: Places) -> Tensor:
         """The same for queries S and keys T that may be other parts of a sequence, in any order. Returns [B, S, H, E]."""
         (positions_q, documents_q), (positions_k, documents_k) = queries, keys
+        T = k_BTKE.shape[1]
+        if self.sink:
+            k_BTKE, v_BTKE = _with_nothing(k_BTKE), F.pad(v_BTKE, (0, 0, 0, 0, 0, 1))
         q, k, v = (x.transpose(1, 2) for x in (q_BSHE, k_BTKE, v_BTKE))
         gqa = q.shape[1] != k.shape[1]
         if self.kernel == "sdpa":
             mask = positions_q[:, :, None] >= positions_k[:, None, :]
+            if self.window:
+                mask = mask & (positions_q[:, :, None] < positions_k[:, None, :] + self.window)
             if documents_q is not None:
                 mask = mask & (documents_q[:, :, None] == documents_k[:, None, :])
+            if self.sink:
+                mask = F.pad(mask, (0, 1), value=True)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=gqa).transpose(1, 2)
 
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+        if self.sink:
+            positions_k = F.pad(positions_k, (0, 1))
+            documents_k = documents_k if documents_k is None else F.pad(documents_k, (0, 1))
+
         def visible(b: Tensor, _: Tensor, s: Tensor, t: Tensor) -> Tensor:
             seen = positions_q[b, s] >= positions_k[b, t]
-            return seen if documents_q is None else seen & (documents_q[b, s] == documents_k[b, t])
+            if self.window:
+                seen = seen & (positions_q[b, s] < positions_k[b, t] + self.window)
+            if documents_q is not None:
+                seen = seen & (documents_q[b, s] == documents_k[b, t])
+            return seen | (t == T) if self.sink else seen
 
         if q.is_cuda:  # as they are, both would make the whole mask
             create_block_mask, flex_attention = torch.compile(create_block_mask), torch.compile(flex_attention)
         blocks = create_block_mask(visible, q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
         return flex_attention(q, k, v, block_mask=blocks, enable_gqa=gqa).transpose(1, 2)
+
+
+SINK_DIMS = 8  # one would do; kernels want their head widths even
+
+
+def _with_nothing(k_BTKE: Tensor) -> Tensor:
+    """One key more, of which each query's score is what its first sink dimension holds."""
+    nothing = torch.zeros_like(k_BTKE[:, :1])
+    nothing[..., -SINK_DIMS] = 1.0
+    return torch.cat([k_BTKE, nothing], 1)
+
+
+class Sink(nn.Module):
+    """A learned score of attending to nothing, one a head (gpt-oss, arXiv 2508.10925; arXiv 2309.17453).
+
+    It travels with the queries, in dimensions more, so that whoever has a head has its sink.
+    """
+
+    def __init__(self, n_heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
+
+    def forward(self, q_BSHE: Tensor) -> Tensor:
+        """[B, S, H, E + SINK_DIMS], so large that a score's scale, by the root of the new width, makes of it what it was."""
+        width = q_BSHE.shape[-1]
+        root = (width + SINK_DIMS) ** 0.5
+        sinks = (self.weight.to(q_BSHE.dtype) * root)[:, None].expand(*q_BSHE.shape[:-1], 1)
+        return torch.cat([q_BSHE * (root / width**0.5), sinks, torch.zeros_like(q_BSHE[..., : SINK_DIMS - 1])], -1)
 
 
 class Attention(nn.Module):
@@ -180,27 +224,34 @@ class Attention(nn.Module):
         kernel: str = "sdpa",
         *,
         qkv_bias: bool = False,
+        out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        window: int | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         self.head_dim = head_dim
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=out_bias)
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:  # over each head
             self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
             self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
         self.rope = Rope(head_dim, rope_theta, scaling)
-        self.core = AttentionCore(kernel)
+        self.sink = Sink(n_heads) if sinks else None
+        self.core = AttentionCore(kernel, window=window, sink=sinks)
 
     def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
         B, S = x_BSD.shape[:2]
         q, k, v = (w(x_BSD).view(B, S, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = self.core(self.rope(q, positions), self.rope(k, positions), v, positions, documents)
+        q, k = self.rope(q, positions), self.rope(k, positions)
+        if self.sink is not None:
+            q, k, v = self.sink(q), F.pad(k, (0, SINK_DIMS)), F.pad(v, (0, SINK_DIMS))
+        out = self.core(q, k, v, positions, documents)[..., : self.head_dim]
         return self.wo(out.reshape(B, S, -1))
 
 

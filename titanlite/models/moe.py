@@ -26,6 +26,9 @@ class MoEArgs:
     bias_speed: float = 0.0  # by which an expert's bias in the choice follows its load, once a step; 0: no bias (arXiv 2408.15664)
     balance_loss: float = 0.0  # factor of the loss on uneven loads within a row (arXiv 2412.19437, eq. 17)
 
+    bias: bool = False  # of the gate and of the experts
+    clamp: float | None = None  # gpt-oss's activation, with its inputs kept below this; None: SwiGLU
+
     def __post_init__(self) -> None:
         assert 0 < self.top_k <= self.n_experts, f"a token cannot choose {self.top_k} of {self.n_experts} experts"
         assert self.n_experts % self.n_groups == 0, f"{self.n_experts} experts do not make {self.n_groups} groups"
@@ -40,7 +43,7 @@ class Router(nn.Module):
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
         self.args = args
-        self.gate = nn.Linear(dim, args.n_experts, bias=False)
+        self.gate = nn.Linear(dim, args.n_experts, bias=args.bias)
         # The bias is part of the state; it takes part in the choice only, and has no gradient.
         self.register_buffer("expert_bias", torch.zeros(args.n_experts) if args.bias_speed else None)
         self.choose = self.best
@@ -80,26 +83,42 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU of as many experts, over rows that are sorted by expert."""
+    """Feed-forward layers, one an expert, over rows that are sorted by expert."""
 
-    width_dims = {"w1": 1, "w2": 2, "w3": 1}
+    width_dims = {"w1": 1, "w2": 2, "w3": 1, "b1": 1, "b3": 1}
 
     def __init__(self, dim: int, args: MoEArgs):
         super().__init__()
+        self.args = args
         self.w1 = nn.Parameter(torch.empty(args.n_experts, args.hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(args.n_experts, dim, args.hidden_dim))
         self.w3 = nn.Parameter(torch.empty(args.n_experts, args.hidden_dim, dim))
+        if args.bias:
+            self.b1 = nn.Parameter(torch.empty(args.n_experts, args.hidden_dim))
+            self.b2 = nn.Parameter(torch.empty(args.n_experts, dim))
+            self.b3 = nn.Parameter(torch.empty(args.n_experts, args.hidden_dim))
 
     def forward(self, x_MD: Tensor, counts_X: Tensor) -> Tensor:
         """Rows of expert 0, of expert 1, ..., `counts_X` of each."""
-        return self.compute(x_MD, counts_X, self.w1, self.w2, self.w3)
+        return self.compute(x_MD, counts_X, **dict(self.named_parameters(recurse=False)))
 
-    @staticmethod
-    def compute(x_MD: Tensor, counts_X: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    def compute(
+        self, x_MD: Tensor, counts_X: Tensor, w1: Tensor, w2: Tensor, w3: Tensor,
+        b1: Tensor | None = None, b2: Tensor | None = None, b3: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """With the weights of some experts, or of a part of each one's width F: then the results are parts of sums."""
         ends = counts_X.cumsum(0, dtype=torch.int32)
-        hidden = F.silu(grouped_mm(x_MD, w1, ends)) * grouped_mm(x_MD, w3, ends)
-        return grouped_mm(hidden, w2, ends)
+        rows = torch.arange(len(ends), device=ends.device).repeat_interleave(counts_X, output_size=len(x_MD)) if b1 is not None else None
+        gate, up = grouped_mm(x_MD, w1, ends), grouped_mm(x_MD, w3, ends)
+        if rows is not None:
+            gate, up = gate + b1[rows], up + b3[rows]
+        if self.args.clamp is None:
+            hidden = F.silu(gate) * up
+        else:
+            gate, up = gate.clamp(max=self.args.clamp), up.clamp(-self.args.clamp, self.args.clamp)
+            hidden = (up + 1) * gate * (1.702 * gate).sigmoid()
+        out = grouped_mm(hidden, w2, ends)
+        return out if rows is None else out + b2[rows]
 
 
 def grouped_mm(x_MD: Tensor, w_XFD: Tensor, ends_X: Tensor) -> Tensor:

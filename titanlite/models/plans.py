@@ -12,6 +12,7 @@ ATTENTION = {
     "layers.*.attention.wv": "colwise",
     "layers.*.attention.wo": "rowwise",
 }
+SINKS = {"layers.*.attention.sink": "of_heads"}
 # Latents are made on each rank's part of the sequence, and gathered: they are small.
 LATENT_ATTENTION = {
     "layers.*.attention_norm": "norm",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from titanlite.parallel.compat import all_gather_single, in_backward, reduce_scatter_single
 from titanlite.parallel.mesh import Mesh
@@ -58,8 +58,13 @@ def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tensor) -> Tensor:
     """Rows sorted by expert -> what the experts make of them, in the same order. M may be another number on every rank of ep."""
-    weights = {name: p.to_local() for name, p in experts.named_parameters(recurse=False)}
     etp = sparse.get_group("etp")
+    weights = {}
+    for name, p in experts.named_parameters(recurse=False):
+        width = experts.width_dims.get(name)
+        weights[name] = p.to_local(grad_placements=[Shard(0), Partial() if width is None else Shard(width)])
+        if width is None and dist.get_rank(etp) != 0:  # what all ranks of etp have alike counts once in their sum
+            weights[name] = weights[name] * 0
     if dist.get_world_size(etp) == 1:
         return _over_ep(experts, weights, sparse.get_group("ep"), x_MD, counts_X)
     # Each rank of etp has a part of every expert's width, so each must see the rows of all; sums come back to whose they are.

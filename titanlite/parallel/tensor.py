@@ -42,6 +42,23 @@ class Gather(GatherInput):
         return super()._apply(module, mesh)
 
 
+class OfHeads(ParallelStyle):
+    """Parameters with one entry a head, which go to where the heads [B, S, H, E] are."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def split(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)))
+
+        return distribute_module(
+            module,
+            mesh,
+            split,
+            lambda _, inputs, mesh: DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False),
+            lambda _, output, mesh: output.to_local(),
+        )
+
+
 class LocalInput(ParallelStyle):
     """The first input goes on as this rank's part of the sequence, a plain tensor."""
 
@@ -92,6 +109,7 @@ STYLES = {
     "local_norm": lambda: SequenceParallel(use_local_output=True),
     "gather_input": GatherInput,
     "gather": Gather,
+    "of_heads": OfHeads,
     "local_input": LocalInput,
     "embedding": Embedding,
     "head": Head,
