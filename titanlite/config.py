@@ -31,6 +31,7 @@ class Model:
     vocab_size: int | None = None  # None: the flavor's own
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
     attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
+    moe_capacity_factor: float | None = None  # rows an expert takes of a rank's microbatch, over an even share; None: no token is dropped
     tokenizer: Literal["byte", "bpe", "hf"] | None = None  # bpe: trained on the run's data; None: hf if there are assets, else byte
     hf_assets_path: str | None = None  # a folder with tokenizer.json
 
@@ -162,6 +163,7 @@ class Comm:
 class Debug:
     seed: int = 0  # initial weights, order of samples
     deterministic: bool = False  # deterministic kernels only
+    moe_force_load_balance: bool = False  # every expert gets as many tokens, whatever the router says: for measurements
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from titanlite.models import get_args, get_family, get_model
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
 from titanlite.parallel.context import local_batch
-from titanlite.parallel.expert import set_loss_scale, update_routers
+from titanlite.parallel.expert import mixtures_of, set_loss_scale, update_routers
 from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_forward_backward, forward_only
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
@@ -74,6 +74,9 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
     n_parameters = sum(p.numel() for p in model.parameters())
     parts = parallelize(model, mesh, plan, cfg)
     materialize(parts, mesh, plan, cfg)
+    if cfg.debug.moe_force_load_balance:
+        for moe in (moe for part in parts for moe in mixtures_of(part)):
+            moe.router.choose = moe.router.balanced
     loss_fn = cross_entropy
     head = head_of(parts, plan)
     if cfg.training.loss_chunk_tokens and head is not None:

@@ -113,6 +113,13 @@ def _check_experts(cfg: Model, degrees: Degrees) -> None:
         if degrees.ep * degrees.etp > 1:
             raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {cfg.name} {cfg.flavor} has no experts: set both to 1", *keys)
         return
+    if moe.capacity_factor is not None and (moe.capacity_factor <= 0 or degrees.etp > 1):
+        raise ConfigError(
+            f"model.moe_capacity_factor={moe.capacity_factor} must be above 0, and {keys[1]}={degrees.etp} be 1: ranks that share experts' "
+            f"widths must have equally many rows",
+            "model.moe_capacity_factor",
+            keys[1],
+        )
     for key, degree, what, size in (
         (keys[0], degrees.ep, "experts", moe.n_experts),
         (keys[1], degrees.etp, "of an expert's width", moe.hidden_dim),

@@ -40,7 +40,14 @@ def get_args(cfg: Model) -> Any:
             "model.flavor",
         )
     given = {key: getattr(cfg, key) for key in ("vocab_size", "tie_embeddings", "attention") if getattr(cfg, key) is not None}
-    return dataclasses.replace(flavors[cfg.flavor], **given)
+    args = dataclasses.replace(flavors[cfg.flavor], **given)
+    if cfg.moe_capacity_factor is None:
+        return args
+    if getattr(args, "moe", None) is None:
+        raise ConfigError(
+            f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.name} {cfg.flavor} has no experts", "model.moe_capacity_factor"
+        )
+    return dataclasses.replace(args, moe=dataclasses.replace(args.moe, capacity_factor=cfg.moe_capacity_factor))
 
 
 def get_model(cfg: Model, dtype: torch.dtype) -> nn.Module:

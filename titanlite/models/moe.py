@@ -1,8 +1,9 @@
-"""A mixture of experts (arXiv 1701.06538) in plain PyTorch: no token is dropped.
+"""A mixture of experts (arXiv 1701.06538) in plain PyTorch: no token is dropped unless a capacity is set.
 
 Letters as in layers.py, and: N tokens, X experts, C experts a token chooses, M = N * C rows, one for each choice.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class MoEArgs:
 
     bias: bool = False  # of the gate and of the experts
     clamp: float | None = None  # gpt-oss's activation, with its inputs kept below this; None: SwiGLU
+
+    capacity_factor: float | None = None  # rows an expert takes at most, over N * C / X; the least weighty are dropped; None: all
 
     def __post_init__(self) -> None:
         assert 0 < self.top_k <= self.n_experts, f"a token cannot choose {self.top_k} of {self.n_experts} experts"
@@ -156,17 +159,32 @@ class MoE(nn.Module):
         loss = self.args.balance_loss * (relative_BX[:, None] * scores_BSX).sum()
         return _WithLoss.apply(weights, loss * self.loss_scale)
 
+    def sorted_rows(self, chosen_BSC: Tensor, weights_BSC: Tensor) -> tuple[Tensor, Tensor]:
+        """(the choices that are served, by expert [M] int64, how many of them each expert has [X] int64)."""
+        expert_of_row = chosen_BSC.flatten()
+        counts = torch.zeros(self.args.n_experts, dtype=torch.int64, device=expert_of_row.device)
+        counts = counts.scatter_add(0, expert_of_row, torch.ones_like(expert_of_row))
+        if self.args.capacity_factor is None:
+            return expert_of_row.argsort(stable=True), counts
+        capacity = math.ceil(self.args.capacity_factor * len(expert_of_row) / self.args.n_experts)
+        order = weights_BSC.detach().flatten().argsort(stable=True, descending=True)
+        order = order[expert_of_row[order].argsort(stable=True)]
+        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[expert_of_row[order]]
+        return order[place < capacity], counts.clamp(max=capacity)
+
     def forward(self, x_BSD: Tensor) -> Tensor:
         chosen, weights, scores = self.router(x_BSD)
         if self.args.balance_loss and torch.is_grad_enabled():
             weights = self.balanced_by_loss(weights, chosen, scores)
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.zeros(self.args.n_experts, dtype=torch.int64, device=x_BSD.device)
-        counts = counts.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        order, counts = self.sorted_rows(chosen, weights)
         out_MD = self.experts(x_BSD.flatten(0, 1)[order // self.args.top_k], counts)
         # Each token's rows side by side again: their order of addition is that of its choices, under every layout.
-        rows = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-        out_BSCD = out_MD[rows].view(*chosen.shape, -1)
+        if self.args.capacity_factor is None:
+            rows = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+            out_MD = out_MD[rows]
+        else:
+            out_MD = out_MD.new_zeros(chosen.numel(), out_MD.shape[-1]).index_copy(0, order, out_MD)
+        out_BSCD = out_MD.view(*chosen.shape, -1)
         out_BSD = (out_BSCD * weights[..., None].to(out_BSCD.dtype)).sum(-2)
         return out_BSD if self.shared_experts is None else out_BSD + self.shared_experts(x_BSD)
 

@@ -4,7 +4,9 @@ A rank routes its own part of the tokens, whatever axis it owes that part to. Ex
 forward, so no gradient of a router is ever a part of a sum.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -37,6 +39,7 @@ def apply_ep(part: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
             module.forward = torch.compiler.disable(module.forward)  # sizes that depend on the data
     for moe in mixtures_of(part):
         moe.router.register_forward_hook(_count)
+        moe.experts.register_forward_pre_hook(partial(_count_served, moe.router))
         if mesh.degrees.cp * mesh.degrees.tp > 1:
             moe.sum_over_row = partial(_sum, mesh.rows.get_group("row"))
     if experts:
@@ -63,8 +66,8 @@ def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tens
     for name, p in experts.named_parameters(recurse=False):
         width = experts.width_dims.get(name)
         weights[name] = p.to_local(grad_placements=[Shard(0), Partial() if width is None else Shard(width)])
-        if width is None and dist.get_rank(etp) != 0:  # what all ranks of etp have alike counts once in their sum
-            weights[name] = weights[name] * 0
+        if width is None:
+            weights[name] = _counted_once(weights[name], etp)
     if dist.get_world_size(etp) == 1:
         return _over_ep(experts, weights, sparse.get_group("ep"), x_MD, counts_X)
     # Each rank of etp has a part of every expert's width, so each must see the rows of all; sums come back to whose they are.
@@ -76,6 +79,11 @@ def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tens
     order = expert_of_row.argsort(stable=True)
     out = _over_ep(experts, weights, sparse.get_group("ep"), x_RMD[order], counts_RX.sum(0))
     return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)
+
+
+def _counted_once(weight: Tensor, etp: dist.ProcessGroup) -> Tensor:
+    """What all ranks of etp have alike, as this rank's part of a sum over them."""
+    return weight if dist.get_rank(etp) == 0 else weight * 0
 
 
 def _over_ep(experts: nn.Module, weights: dict[str, Tensor], group: dist.ProcessGroup, x_MD: Tensor, counts_X: Tensor) -> Tensor:
@@ -154,10 +162,22 @@ def _count(router: nn.Module, inputs: tuple, outputs: tuple[Tensor, Tensor, Tens
     if not torch.is_grad_enabled() or in_backward():
         return
     chosen, _, scores = outputs
+    loads = _loads_of(router, scores.device)
+    loads[:-2].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
+    loads[-2] += torch.special.entr(scores.detach()).sum()
+    loads[-1] += chosen.numel()
+
+
+def _count_served(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+    if torch.is_grad_enabled() and not in_backward():
+        _loads_of(router, inputs[0].device)[-1] -= len(inputs[0])
+
+
+def _loads_of(router: nn.Module, device: torch.device) -> Tensor:
+    """[X + 2] fp64, of this step and rank: choices of each expert, the sum of the scores' entropies, choices that were dropped."""
     if not hasattr(router, "loads"):
-        router.loads = torch.zeros(scores.shape[-1] + 1, dtype=torch.float64, device=scores.device)  # and the sum of entropies
-    router.loads[:-1].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.float64))
-    router.loads[-1] += torch.special.entr(scores.detach()).sum()
+        router.loads = torch.zeros(router.args.n_experts + 2, dtype=torch.float64, device=device)
+    return router.loads
 
 
 def set_loss_scale(parts: list[nn.Module], scale: Tensor) -> None:
@@ -171,25 +191,75 @@ def set_loss_scale(parts: list[nn.Module], scale: Tensor) -> None:
 def update_routers(parts: list[nn.Module], mesh: Mesh) -> dict[str, float]:
     """Once a step: moves the experts' biases against their loads and begins to count anew. Collective.
 
-    Returns, of all layers: the largest load of an expert over the mean, the mean entropy of a token's scores in nats, and how
-    many experts no token chose.
+    Returns, of all layers: the largest load of an expert over the mean, the mean entropy of a token's scores in nats, how many
+    experts no token chose, and how many choices were dropped.
     """
     routers = [moe.router for part in parts for moe in mixtures_of(part)]
-    figures = torch.zeros(4, dtype=torch.float64)  # largest load, entropies, tokens, dead experts
+    largest, sums = torch.zeros(1, dtype=torch.float64, device=mesh.device), torch.zeros(4, dtype=torch.float64, device=mesh.device)
     if routers:
-        loads = torch.stack([router.loads for router in routers])
+        loads = torch.stack([_loads_of(router, mesh.device) for router in routers])
         dist.all_reduce(loads, group=mesh.stages.get_group("stage"))
         for router, load in zip(routers, loads):
-            counts, tokens = load[:-1], load[:-1].sum() / router.args.top_k
+            counts = load[:-2]
             if router.expert_bias is not None:
                 router.expert_bias += router.args.bias_speed * (counts.mean() - counts).sign()
-            figures[0] = max(figures[0], (counts.max() / counts.mean()).cpu())
-            figures[1:] += torch.stack([load[-1], tokens, (counts == 0).sum()]).cpu()
+            largest = torch.maximum(largest, counts.max() / counts.mean())
+            sums += torch.stack([load[-2], counts.sum() / router.args.top_k, (counts == 0).sum(), load[-1]])
             router.loads.zero_()
-    largest, sums = figures[:1].to(mesh.device), figures[1:].to(mesh.device)
     if mesh.degrees.pp > 1:
-        pp = mesh.stages.get_group("pp")
-        dist.all_reduce(largest, dist.ReduceOp.MAX, pp)
-        dist.all_reduce(sums, group=pp)
-    entropies, tokens, dead = sums.tolist()
-    return {"expert_load_max": largest.item(), "router_entropy": entropies / tokens, "dead_experts": dead}
+        dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.stages.get_group("pp"))
+        dist.all_reduce(sums, group=mesh.stages.get_group("pp"))
+    entropies, tokens, dead, dropped = sums.tolist()
+    return {"expert_load_max": largest.item(), "router_entropy": entropies / tokens, "dead_experts": dead, "dropped_rows": dropped}
+
+
+# Replay
+
+
+@contextlib.contextmanager
+def recorded_routing(parts: list[nn.Module]) -> Iterator[list[list[Tensor]]]:
+    """Inside, a list for each router, in the order of the model, takes in what it chooses [B, S, C], microbatch by microbatch."""
+    routers = [moe.router for part in parts for moe in mixtures_of(part)]
+    choices: list[list[Tensor]] = [[] for _ in routers]
+
+    def record(choose: Callable, kept: list[Tensor], scores: Tensor) -> Tensor:
+        chosen = choose(scores)
+        if not in_backward():
+            kept.append(chosen)
+        return chosen
+
+    with _choosing(routers, [partial(record, router.choose, kept) for router, kept in zip(routers, choices)]):
+        yield choices
+
+
+@contextlib.contextmanager
+def replayed_routing(parts: list[nn.Module], choices: list[list[Tensor]]) -> Iterator[None]:
+    """Inside, routers choose what `recorded_routing` took in, in the same order, whatever their weights are.
+
+    So training can see the experts that a rollout saw (arXiv 2510.11370). Blocks may be recomputed: their backward passes
+    come in the order of their forward passes.
+    """
+
+    def replay(ahead: deque[Tensor], behind: deque[Tensor], scores: Tensor) -> Tensor:
+        if in_backward():
+            return behind.popleft()
+        chosen = ahead.popleft()
+        if torch.is_grad_enabled():
+            behind.append(chosen)
+        return chosen
+
+    routers = [moe.router for part in parts for moe in mixtures_of(part)]
+    with _choosing(routers, [partial(replay, deque(recorded), deque()) for recorded in choices]):
+        yield
+
+
+@contextlib.contextmanager
+def _choosing(routers: list[nn.Module], choosers: list[Callable]) -> Iterator[None]:
+    before = [router.choose for router in routers]
+    for router, choose in zip(routers, choosers, strict=True):
+        router.choose = choose
+    try:
+        yield
+    finally:
+        for router, choose in zip(routers, before):
+            router.choose = choose

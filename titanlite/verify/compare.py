@@ -187,6 +187,9 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
             for kind, value in (("loss", measured.loss), ("grad_norm", measured.grad_norm)):
                 values["later" if step else kind][f"{kind} of step {step + 1}" if step else "step 1"] = np.array(value)
     values["parameter"] = {name: _whole(p) for name, p in _named_parameters(run)}
+    for part in run.parts:
+        kept = part.state_dict().keys()
+        values["parameter"] |= {name: _whole(buffer) for name, buffer in part.named_buffers() if name in kept}
     return values
 
 

@@ -150,6 +150,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
     ("", "pp=2", *(f"pp=2,schedule={name}" for name in _SCHEDULES if name != "1F1B")),
     ("", "tp=2"),
     ("", "cp=2", "cp=2,method=ring", "cp=2,method=ulysses"),
+    ("", "ep=2", "etp=2", "ep=2,etp=2"),
     ("", "reshard=never", "reshard=always"),
     ("", "recompute=full", "recompute=2", "recompute=op"),
     ("", "compile=aot_eager"),
