@@ -32,9 +32,24 @@ def test_lower_precisions_agree_within_the_drift_of_one_ulp(cfg):
     assert all(v.tolerance < 0.1 for v in verdicts), "a tolerance that would let a wrong term pass"
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_families_of_experts_agree_with_one_rank(family):
+    cfg = base_config(load_config(f"train_configs/{family}_debug.toml")[0])
+    texts = ["ep=2", "ep=2,etp=2,tp=2,fsdp=2", "ep=4,cp=2,fsdp=2,recompute=full", "pp=2,ep=2,schedule=ZBVZeroBubble", "ep=2,hsdp=2x2,tied=true",
+             "tp=2,recompute=op,accumulate=4", "ep=2,cp=2,method=ulysses,chunk=50"]  # fmt: skip
+    assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
+
+
+def test_an_expert_fault_needs_a_model_of_experts(cfg):
+    with pytest.raises(ConfigError, match="swapped_experts is a fault with experts, which llama3 has not: use train_configs/deepseek_v3_debug.toml"):
+        verify_command(cfg, None, full=False, plant="swapped_experts")
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found_where_it_is(cfg, name):
     mutant = MUTANTS[name]
+    if mutant.experts:
+        cfg = base_config(load_config(f"train_configs/{mutant.experts}_debug.toml")[0])
     (verdict,) = verify([parse_layout(mutant.layout, cfg)], plant=name)
     expected = f"first in {mutant.found}" if mutant.found else "it fails"
     assert verdict.first_difference.startswith(expected), verdict

@@ -192,10 +192,10 @@ def update_routers(parts: list[nn.Module], mesh: Mesh) -> dict[str, float]:
     """Once a step: moves the experts' biases against their loads and begins to count anew. Collective.
 
     Returns, of all layers: the largest load of an expert over the mean, the mean entropy of a token's scores in nats, how many
-    experts no token chose, and how many choices were dropped.
+    experts no token chose, how many choices there were and how many of them were dropped.
     """
     routers = [moe.router for part in parts for moe in mixtures_of(part)]
-    largest, sums = torch.zeros(1, dtype=torch.float64, device=mesh.device), torch.zeros(4, dtype=torch.float64, device=mesh.device)
+    largest, sums = torch.zeros(1, dtype=torch.float64, device=mesh.device), torch.zeros(5, dtype=torch.float64, device=mesh.device)
     if routers:
         loads = torch.stack([_loads_of(router, mesh.device) for router in routers])
         dist.all_reduce(loads, group=mesh.stages.get_group("stage"))
@@ -204,13 +204,19 @@ def update_routers(parts: list[nn.Module], mesh: Mesh) -> dict[str, float]:
             if router.expert_bias is not None:
                 router.expert_bias += router.args.bias_speed * (counts.mean() - counts).sign()
             largest = torch.maximum(largest, counts.max() / counts.mean())
-            sums += torch.stack([load[-2], counts.sum() / router.args.top_k, (counts == 0).sum(), load[-1]])
+            sums += torch.stack([load[-2], counts.sum() / router.args.top_k, (counts == 0).sum(), counts.sum(), load[-1]])
             router.loads.zero_()
     if mesh.degrees.pp > 1:
         dist.all_reduce(largest, dist.ReduceOp.MAX, mesh.stages.get_group("pp"))
         dist.all_reduce(sums, group=mesh.stages.get_group("pp"))
-    entropies, tokens, dead, dropped = sums.tolist()
-    return {"expert_load_max": largest.item(), "router_entropy": entropies / tokens, "dead_experts": dead, "dropped_rows": dropped}
+    entropies, tokens, dead, rows, dropped = sums.tolist()
+    return {
+        "expert_load_max": largest.item(),
+        "router_entropy": entropies / tokens,
+        "dead_experts": dead,
+        "routed_rows": rows,
+        "dropped_rows": dropped,
+    }
 
 
 # Replay

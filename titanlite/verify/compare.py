@@ -180,12 +180,13 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
     values["copies"] = copies(run.parts)
     values["skipped"] = {get_family(cfg.model).PLAN.head} if cfg.training.loss_chunk_tokens else set()
     # Before the steps, which it must not disturb.
-    values["validation"]["loss"] = np.array(trainer.validation_loss(run, iter(whole_rows)))
+    values["validation"]["loss"] = np.array(trainer.validation_loss(run, iter(_microbatches(run, other=True))))
     with _recorded(run, values):
         for step in range(STEPS):
             measured = train_step(run, microbatches, run.loss_fn)
             for kind, value in (("loss", measured.loss), ("grad_norm", measured.grad_norm)):
                 values["later" if step else kind][f"{kind} of step {step + 1}" if step else "step 1"] = np.array(value)
+            values["later"] |= {f"{name} of step {step + 1}": np.array(value) for name, value in measured.routing.items()}
     values["parameter"] = {name: _whole(p) for name, p in _named_parameters(run)}
     for part in run.parts:
         kept = part.state_dict().keys()
@@ -245,8 +246,12 @@ def make_batch(vocab_size: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels, positions, documents)
 
 
-def _microbatches(run: Run) -> list[Batch]:
-    batch, size = make_batch(get_args(run.cfg.model).vocab_size), run.cfg.training.local_batch_size
+def _microbatches(run: Run, *, other: bool = False) -> list[Batch]:
+    """This rank's; `other`: with other tokens."""
+    vocab_size, size = get_args(run.cfg.model).vocab_size, run.cfg.training.local_batch_size
+    batch = make_batch(vocab_size)
+    if other:
+        batch = batch._replace(tokens=batch.tokens // 2, labels=torch.where(batch.labels == IGNORE, IGNORE, batch.labels // 2))
     rows = ROWS // run.mesh.degrees.batch
     start = run.mesh.batch_rank * rows
     return [Batch(*(x[i : i + size] for x in batch)) for i in range(start, start + rows, size)]

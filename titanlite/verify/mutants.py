@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite import losses, trainer
 from titanlite.batch import IGNORE, Batch
-from titanlite.parallel import context, data_parallel, parallelize, pipeline, tensor
+from titanlite.parallel import context, data_parallel, expert, parallelize, pipeline, tensor
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, nearest
 
@@ -28,6 +28,7 @@ class Mutant:
     layout: str  # one that shows it
     found: str  # what the verdict names; empty: the layout fails
     patch: Callable[[], contextlib.AbstractContextManager]
+    experts: str = ""  # a family of experts that shows it; empty: any model does
 
 
 def _replaced(owner: Any, name: str, value: Any) -> Callable[[], contextlib.AbstractContextManager]:
@@ -144,6 +145,61 @@ def _divided_twice_on_one_rank() -> Iterator[None]:
     scaled = _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n / 4) / 4)
     with mock.patch.object(FSDPModule, "set_gradient_divide_factor", factor_4), scaled():
         yield
+
+
+class _Local(tensor.ParallelStyle):
+    def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
+        return module
+
+
+def _divided_by_the_experts_mesh(module: FSDPModule, factor: float) -> None:
+    set_divide_factor(module, 2 * factor if hasattr(module, "width_dims") else factor)
+
+
+set_divide_factor = FSDPModule.set_gradient_divide_factor
+
+
+def _over_ep_with(change: Callable[[Tensor, dict], tuple[Tensor, dict]]) -> Callable[[], contextlib.AbstractContextManager]:
+    """`change(rows, weights)` before experts see either."""
+    original = expert._over_ep
+
+    def over_ep(experts: nn.Module, weights: dict, group: Any, x: Tensor, counts: Tensor) -> Tensor:
+        x, weights = change(x, weights)
+        return original(experts, weights, group, x, counts)
+
+    return _replaced(expert, "_over_ep", over_ep)
+
+
+def _drop(x: Tensor, weights: dict) -> tuple[Tensor, dict]:
+    return x * (torch.arange(len(x)) % 8 != 0)[:, None], weights
+
+
+def _swap(x: Tensor, weights: dict) -> tuple[Tensor, dict]:
+    return x, {name: w.flip(0) for name, w in weights.items()}
+
+
+def _count_everything(router: nn.Module, inputs: tuple, outputs: tuple) -> None:
+    with torch.enable_grad():
+        count(router, inputs, outputs)
+
+
+count = expert._count
+
+
+def _update_twice(parts: list[nn.Module], mesh: Mesh) -> dict:
+    loads = [expert._loads_of(moe.router, mesh.device).clone() for part in parts for moe in expert.mixtures_of(part)]
+    update_routers(parts, mesh)
+    for load, moe in zip(loads, (moe for part in parts for moe in expert.mixtures_of(part))):
+        moe.router.loads.copy_(load)
+    return update_routers(parts, mesh)
+
+
+def _update_from_own_tokens(parts: list[nn.Module], mesh: Mesh) -> dict:
+    with mock.patch.object(dist, "all_reduce", lambda *args, **options: None):
+        return update_routers(parts, mesh)
+
+
+update_routers = trainer.update_routers
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -294,6 +350,47 @@ MUTANTS: dict[str, Mutant] = {
         "the label count leaves out the other parts of the sequence (torchtitan 3329)",
         "cp=2,tp=2", "loss step 1",
         _around_forward_backward(lambda inner, mesh, batches, loss_fn, n: inner(batches, loss_fn, n / 2)),
+    ),
+    "router_gradient_of_own_tokens": Mutant(
+        "tensor parallel without experts' own: each rank keeps the router's gradient of its part of the sequence",
+        "tp=2", "gradient layers.3.moe.router.gate.weight",
+        lambda: mock.patch.dict(tensor.STYLES, {"local_norm": _Local}), "deepseek_v3",
+    ),
+    "expert_gradients_over_the_smaller_mesh": Mutant(
+        "expert gradients are divided by the size of another mesh (torchtitan 1551)",
+        "ep=2,fsdp=4", "gradient layers.3.moe.experts.w3", _replaced(FSDPModule, "set_gradient_divide_factor", _divided_by_the_experts_mesh), "deepseek_v3",
+    ),
+    "swapped_experts": Mutant(
+        "a rank takes its experts in another order than the tokens that are sent to them",
+        "ep=2", "output layers.1", _over_ep_with(_swap), "deepseek_v3",
+    ),
+    "silent_drops": Mutant("one row in eight is lost on its way to its expert", "ep=2", "output layers.1", _over_ep_with(_drop), "deepseek_v3"),
+    "replicated_expert_bias_multiplied": Mutant(
+        "an expert's bias is added on every rank before their parts are summed (torchtitan 4245)",
+        "etp=2", "gradient layers.3.moe.experts.b2", _replaced(expert, "_counted_once", lambda weight, etp: weight), "gpt_oss",
+    ),
+    "balance_loss_of_own_part_of_the_row": Mutant(
+        "the balance loss takes the loads of a rank's part of a row for those of the row",
+        "cp=2", "gradient", _replaced(expert, "_sum", lambda group, loads: loads), "gpt_oss",
+    ),
+    "balance_loss_of_a_microbatch": Mutant(
+        "the balance loss is not divided by the labels of the step",
+        "accumulate=4", "gradient", _replaced(trainer, "set_loss_scale", lambda parts, scale: expert.set_loss_scale(parts, 4 * scale)), "gpt_oss",
+    ),
+    "expert_bias_of_own_tokens": Mutant(
+        "each rank moves the experts' biases by its own loads", "fsdp=4", "later", _replaced(trainer, "update_routers", _update_from_own_tokens), "deepseek_v3",
+    ),
+    "expert_bias_updated_twice": Mutant(
+        "the experts' biases move twice a step", "ep=2", "later", _replaced(trainer, "update_routers", _update_twice), "deepseek_v3",
+    ),
+    "expert_bias_follows_validation": Mutant(
+        "routing in validation counts as load (torchtitan 4148)", "ep=2", "later", _replaced(expert, "_count", _count_everything), "deepseek_v3",
+    ),
+    "load_counted_again_in_recompute": Mutant(
+        "recomputed blocks count their tokens again", "ep=2,recompute=2", "later", _replaced(expert, "in_backward", lambda: False), "deepseek_v3",
+    ),
+    "expert_bias_is_not_updated": Mutant(
+        "the experts' biases never move (torchtitan 1226)", "ep=2", "later", _replaced(trainer, "update_routers", lambda parts, mesh: {}), "deepseek_v3",
     ),
 }  # fmt: skip
 
