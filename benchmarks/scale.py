@@ -28,6 +28,7 @@ from titanlite.batch import Batch
 from titanlite.config import Config, load_config, override
 from titanlite.losses import cross_entropy
 from titanlite.models import get_family, get_model
+from titanlite.parallel import expert
 from titanlite.parallel.context import local_batch
 from titanlite.parallel.forward_backward import build_forward_backward
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -40,7 +41,7 @@ def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[tuple[list[nn
     """This rank's parts, on meta, and its mesh, in a world of which nothing else exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        mesh = build_mesh(validate(cfg, world_size), torch.device("cpu"))
+        mesh = build_mesh(validate(cfg, world_size), torch.device("cpu"), experts=bool(get_family(cfg.model).PLAN.experts))
         model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
         yield parallelize(model, mesh, get_family(cfg.model).PLAN, cfg), mesh
     finally:
@@ -49,7 +50,7 @@ def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[tuple[list[nn
 
 def fake_step(parts: list[nn.Module], mesh: Mesh, cfg: Config) -> None:
     """Forward and backward of a step's microbatches; every parameter has a gradient afterwards."""
-    with FakeTensorMode(allow_non_fake_inputs=True), _without_a_vote():
+    with FakeTensorMode(allow_non_fake_inputs=True), _without_a_vote(), _with_even_loads():
         for part in parts:
             allocate(part, get_family(cfg.model).PLAN, mesh.device)
         shape = (cfg.training.local_batch_size, cfg.training.seq_len)
@@ -71,6 +72,16 @@ def _without_a_vote() -> contextlib.AbstractContextManager:
             stage._inference_mode = InferenceMode.STATIC
 
     return mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", warm_up)
+
+
+def _with_even_loads() -> contextlib.AbstractContextManager:
+    """How many rows go to each rank of ep is in the data, and a fake rank has none."""
+
+    def splits(counts_RX: torch.Tensor, n_rows: int) -> list[int]:
+        ranks = len(counts_RX)
+        return [n_rows // ranks + (i < n_rows % ranks) for i in range(ranks)]
+
+    return mock.patch.object(expert, "_splits", splits)
 
 
 def measure(cfg: Config, world_size: int, rank: int, with_step: bool = True) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tens
     counts_RX = counts_X.new_empty(ranks, len(counts_X))
     all_gather_single(counts_RX, counts_X[None].contiguous(), group=etp)
     x_RMD = _AllGather.apply(x_MD, etp)
-    expert_of_row = torch.arange(len(counts_X), device=counts_X.device).repeat(ranks).repeat_interleave(counts_RX.flatten())
+    expert_of_row = torch.arange(len(counts_X), device=counts_X.device).repeat(ranks).repeat_interleave(counts_RX.flatten(), output_size=len(x_RMD))
     order = expert_of_row.argsort(stable=True)
     out = _over_ep(experts, weights, sparse.get_group("ep"), x_RMD[order], counts_RX.sum(0))
     return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)
@@ -93,14 +93,19 @@ def _over_ep(experts: nn.Module, weights: dict[str, Tensor], group: dist.Process
     sent = counts_X.view(ranks, -1)  # [rank, its experts]
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent.contiguous(), group=group)
-    to, of = sent.sum(1).tolist(), received.sum(1).tolist()
+    to, of = _splits(sent, len(x_MD)), _splits(received, len(x_MD))
     x = _AllToAll.apply(x_MD, of, to, group)
     # They lie by the rank they come from: sort them by expert.
     local = received.shape[1]
-    expert_of_row = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received.flatten())
+    expert_of_row = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(received.flatten(), output_size=len(x))
     order = expert_of_row.argsort(stable=True)
     out = experts.compute(x[order], received.sum(0), **weights)
     return _AllToAll.apply(torch.empty_like(out).index_copy(0, order, out), to, of, group)
+
+
+def _splits(counts_RX: Tensor, n_rows: int) -> list[int]:
+    """Rows of each rank; `n_rows`, what this rank has of its own, says how many there would be if loads were even."""
+    return counts_RX.sum(1).tolist()
 
 
 class _AllToAll(torch.autograd.Function):
