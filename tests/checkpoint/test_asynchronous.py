@@ -56,7 +56,7 @@ def test_a_killed_writer_fails_that_save_on_every_rank_and_the_next_one_works(tm
         allow_children()
         saver, weights = ProcessSaver(dist.new_group(backend="gloo")), torch.ones(3)
         outcomes = []
-        for step, killed in ((1, None), (2, 0), (3, None), (4, 1), (5, None)):
+        for step, killed in ((1, 1), (2, None), (3, 0), (4, None), (5, 1), (6, None)):  # the first one while it starts
             if killed == dist.get_rank():
                 os.kill(saver._process.pid, signal.SIGKILL)
             saver.start(tmp_path, step, {"model.w": weights}, extra={}, keep_latest_k=0)
@@ -67,8 +67,8 @@ def test_a_killed_writer_fails_that_save_on_every_rank_and_the_next_one_works(tm
         saver.close()
         return outcomes
 
-    assert run_ranks(save_twice, 2) == [[True, "failed", True, "failed", True]] * 2
-    assert list_steps(tmp_path) == [1, 3, 5]
+    assert run_ranks(save_twice, 2) == [["failed", True] * 3] * 2
+    assert list_steps(tmp_path) == [2, 4, 6]
 
 
 def test_a_writer_does_not_outlive_its_rank(tmp_path):

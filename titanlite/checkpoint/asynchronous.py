@@ -20,6 +20,7 @@ from titanlite.checkpoint.store import save
 from titanlite.parallel.collective import gathered, on_rank_0, rank_in, size_of
 from titanlite.parallel.compat import silent_mesh
 
+DEAD = "dead"  # in the writers' store: the rank of one that is
 SLOW_DISK = timedelta(hours=1)  # how long a rank waits for the others
 
 
@@ -80,12 +81,7 @@ class ProcessSaver:
         """As ThreadSaver's; OSError on all ranks, and new processes, if one has died."""
         if not self._pending:
             return False
-        self._pending = False
-        try:
-            outcome = self._connection.recv()
-        except (EOFError, ConnectionResetError):
-            outcome = OSError(f"the process that writes rank {rank_in(self._group)}'s checkpoints died")
-        for failure in gathered(outcome, self._group):
+        for failure in gathered(self._outcome(), self._group):
             if failure is not None:
                 self._end()
                 self._launch()
@@ -95,8 +91,22 @@ class ProcessSaver:
     def close(self) -> None:
         """As ThreadSaver's."""
         if self._pending:
-            self._connection.poll(SLOW_DISK.total_seconds())
+            with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                self._outcome()
         self._end()
+
+    def _outcome(self) -> OSError | None:
+        """What became of the save, or that a process has died: those of other ranks may wait for it in vain, so all are told."""
+        self._pending = False
+        try:
+            while not self._connection.poll(1.0):
+                if self._store.check([DEAD]):
+                    return OSError(f"the process that writes rank {self._store.get(DEAD).decode()}'s checkpoints died")
+            return self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            rank = rank_in(self._group)
+            self._store.set(DEAD, str(rank))
+            return OSError(f"the process that writes rank {rank}'s checkpoints died")
 
     def _launch(self) -> None:
         host = os.environ.get("MASTER_ADDR", "localhost")  # of rank 0's machine
@@ -104,6 +114,8 @@ class ProcessSaver:
         if rank == 0:
             self._store = dist.TCPStore(host, 0, ranks, is_master=True, wait_for_workers=False)
         port = on_rank_0(lambda: self._store.port, self._group)
+        if rank != 0:
+            self._store = dist.TCPStore(host, port, ranks, is_master=False)
         context = torch.multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, os.getpid(), rank, ranks, host, port), daemon=True)
