@@ -8,12 +8,12 @@ from titanlite.verify.layouts import CHOICES, base_config, parse_layout
 HEADER = """# What composes with what
 
 Made by `python -m titanlite.verify.composability` from the rules that `validate` applies before any device work; a test
-compares it with them. `ok`: allowed, and `titanlite verify train_configs/debug.toml` compares the pair with one rank, tensor by
+compares it with them. `ok`: allowed, and `titanlite verify train_configs/qwen3_moe_debug.toml` compares the pair with one rank, tensor by
 tensor. A number: refused, for the reason of that number.
 """
 def composability() -> str:
     """The page: a table of every pair of choices, then the reasons for refusals in the words of the error."""
-    base = base_config(load_config("train_configs/debug.toml")[0])
+    base = base_config(load_config("train_configs/qwen3_moe_debug.toml")[0])
     choices = [choice for group in CHOICES for choice in group if choice]
     group_of = {choice: i for i, group in enumerate(CHOICES) for choice in group}
     reasons: list[str] = []
