@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class StepMetrics:
     lr: float
     tokens: int  # labels of the step, over all ranks
     stop: bool  # a rank was asked to stop
-    routing: dict[str, float]  # of a model of experts; see update_routers
+    routing: dict[str, float] = field(default_factory=dict)  # of a model of experts; see update_routers
 
 
 def join(cfg: Config) -> Mesh:
