@@ -447,7 +447,7 @@ def test_a_full_disk_costs_lines_of_metrics_but_not_the_run(train):
     options = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps", 40, "--lr_scheduler.total_steps", 40)
     assert train("run", *options, most_bytes=6000) == 0
     logged = [r["step"] for r in records(train.folder / "run") if "event" not in r]  # whole lines only
-    assert logged == list(range(1, len(logged) + 1)) and 5 < len(logged) < 40
+    assert logged == sorted(set(logged)) and logged[:6] == [1, 2, 3, 4, 5, 6] and len(logged) < 40  # a shorter line may still fit
 
 
 def test_a_failed_asynchronous_save_does_not_keep_later_ones_from_being_tried(train):
