@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # a clone is enough: nothing
 from titanlite.batch import Batch
 from titanlite.config import ActivationCheckpoint, Compile
 from titanlite.losses import cross_entropy
-from titanlite.models.llama import FLAVORS, PLAN, LlamaArgs, Model, flops_per_token
+from titanlite.models.llama import FLAVORS, LlamaArgs, Model, flops_per_token, plan
 from titanlite.observe.metrics import GIB, peak_tflops
 from titanlite.parallel.compile import apply_recompute_and_compile
 
@@ -107,7 +107,7 @@ def build_step(args: LlamaArgs, recompute: str, compiled: Compile, batch: Batch)
     device = batch.tokens.device
     with torch.device("meta"):
         model = Model(args).to(torch.bfloat16)
-    apply_recompute_and_compile(model, PLAN, RECOMPUTE[recompute], compiled)
+    apply_recompute_and_compile(model, plan(args), RECOMPUTE[recompute], compiled)
     model.to_empty(device=device)
     for module in model.modules():
         if hasattr(module, "init_buffers"):

@@ -66,7 +66,7 @@ TP_BLOCK_PLAN = {
 
 def handwritten(form: str, cfg: Config, batch: Batch, mesh) -> Callable[[], float]:
     """What one writes by hand: wrap, average over ranks, clip, step."""
-    from titanlite.models.llama import PLAN
+    from titanlite.models.llama import plan
 
     model = get_model(cfg.model, torch.float32)
     device_mesh = mesh.dense["fsdp"] if form == "fsdp" else mesh.dense["tp"]
@@ -78,7 +78,7 @@ def handwritten(form: str, cfg: Config, batch: Batch, mesh) -> Callable[[], floa
         parallelize_module(model, device_mesh, TP_PLAN)
         for block in model.layers.values():
             parallelize_module(block, device_mesh, TP_BLOCK_PLAN)
-    materialize([model], mesh, PLAN, cfg)
+    materialize([model], mesh, plan(model.args), cfg)
     optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def loss_and_backward() -> torch.Tensor:

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.batch import Batch
 from titanlite.config import Config, load_config, override
 from titanlite.losses import cross_entropy
-from titanlite.models import get_family, get_model
+from titanlite.models import get_model, get_plan
 from titanlite.parallel import expert
 from titanlite.parallel.context import local_batch
 from titanlite.parallel.forward_backward import build_forward_backward
@@ -41,9 +41,9 @@ def fake_rank(cfg: Config, world_size: int, rank: int) -> Iterator[tuple[list[nn
     """This rank's parts, on meta, and its mesh, in a world of which nothing else exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        mesh = build_mesh(validate(cfg, world_size), torch.device("cpu"), experts=bool(get_family(cfg.model).PLAN.experts))
+        mesh = build_mesh(validate(cfg, world_size), torch.device("cpu"), experts=bool(get_plan(cfg.model).experts))
         model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
-        yield parallelize(model, mesh, get_family(cfg.model).PLAN, cfg), mesh
+        yield parallelize(model, mesh, get_plan(cfg.model), cfg), mesh
     finally:
         dist.destroy_process_group()
 
@@ -52,7 +52,7 @@ def fake_step(parts: list[nn.Module], mesh: Mesh, cfg: Config) -> None:
     """Forward and backward of a step's microbatches; every parameter has a gradient afterwards."""
     with FakeTensorMode(allow_non_fake_inputs=True), _without_a_vote(), _with_even_loads():
         for part in parts:
-            allocate(part, get_family(cfg.model).PLAN, mesh.device)
+            allocate(part, get_plan(cfg.model), mesh.device)
         shape = (cfg.training.local_batch_size, cfg.training.seq_len)
         ids = torch.zeros(shape, dtype=torch.int64)
         batch = local_batch(Batch(ids, ids, ids, None), mesh, cfg.parallelism)

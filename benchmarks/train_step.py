@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from titanlite.batch import Batch
 from titanlite.config import ActivationCheckpoint, Config, LRScheduler, Model, Optimizer, Training
-from titanlite.models import get_family, get_model
+from titanlite.models import get_model, get_plan
 from titanlite.models.llama import FLAVORS, LlamaArgs
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.parallelize import materialize
@@ -66,7 +66,7 @@ def titanlite_step(cfg: Config, mesh: Mesh, batches: list[Batch]) -> Step:
 def plain_model(cfg: Config, mesh: Mesh) -> nn.Module:
     """The model as it is, in fp32, with the initial weights of titanlite's."""
     model = get_model(cfg.model, torch.float32)
-    materialize([model], mesh, get_family(cfg.model).PLAN, cfg)
+    materialize([model], mesh, get_plan(cfg.model), cfg)
     return model
 
 

@@ -60,7 +60,7 @@ def _train(cfg, *path):
 
 FAMILY = """
 from dataclasses import asdict, dataclass, replace
-from titanlite.models.llama import FLAVORS as LLAMAS, PLAN, LlamaArgs, Model as Llama, flops_per_token
+from titanlite.models.llama import FLAVORS as LLAMAS, LlamaArgs, Model as Llama, flops_per_token, plan
 
 @dataclass(frozen=True)
 class Args(LlamaArgs):

@@ -12,7 +12,7 @@ from titanlite import resume, train
 from titanlite.cli import main
 from titanlite.config import load_config
 from titanlite.generate import _choose, generate, load_run
-from titanlite.models import get_family, get_model
+from titanlite.models import get_model, get_plan
 from titanlite.models.llama.model import Llama, LlamaArgs
 from titanlite.parallel.parallelize import allocate
 
@@ -58,7 +58,7 @@ def test_a_cache_gives_every_family_the_logits_of_whole_forward_passes(name):
     torch.manual_seed(0)
     models = [get_model(cfg.model, torch.float64) for _ in range(2)]
     for model in models:
-        allocate(model, get_family(cfg.model).PLAN, torch.device("cpu"))
+        allocate(model, get_plan(cfg.model), torch.device("cpu"))
         for n, parameter in model.named_parameters():
             parameter.data.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(n)))
     logits = []

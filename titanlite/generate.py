@@ -14,7 +14,7 @@ from titanlite.checkpoint.state import model_state
 from titanlite.checkpoint.store import load
 from titanlite.config import Config, load_config
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
-from titanlite.models import get_family, get_model
+from titanlite.models import get_model, get_plan
 from titanlite.parallel.parallelize import allocate
 from titanlite.utils import ConfigError, is_utf8
 
@@ -77,7 +77,7 @@ def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]
 def _whole_model(cfg: Config, checkpoints: Path, step: int) -> nn.Module:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
-    allocate(model, get_family(cfg.model).PLAN, device)
+    allocate(model, get_plan(cfg.model), device)
     load(checkpoints, step, model_state([model]))
     return model.eval()
 

@@ -11,7 +11,7 @@ from torch import nn
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config
 from titanlite.losses import chunk_loss, cross_entropy
-from titanlite.models import get_args, get_family, get_model
+from titanlite.models import get_args, get_family, get_model, get_plan
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
 from titanlite.parallel.context import local_batch
@@ -64,12 +64,12 @@ def join(cfg: Config) -> Mesh:
     if cfg.debug.deterministic:
         torch.use_deterministic_algorithms(True)
     device = init_distributed(cfg.comm)
-    return build_mesh(validate(cfg, dist.get_world_size()), device, experts=bool(get_family(cfg.model).PLAN.experts))
+    return build_mesh(validate(cfg, dist.get_world_size()), device, experts=bool(get_plan(cfg.model).experts))
 
 
 def setup(cfg: Config, mesh: Mesh) -> Run:
     """The model of the configuration with its initial weights, sharded, and what trains it."""
-    plan = get_family(cfg.model).PLAN
+    plan = get_plan(cfg.model)
     model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
     n_parameters = sum(p.numel() for p in model.parameters())
     parts = parallelize(model, mesh, plan, cfg)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from titanlite.config import Config, Model
-from titanlite.models import get_args, get_family, get_model
+from titanlite.models import get_args, get_model, get_plan
 from titanlite.parallel.compat import read_csv_schedule
 from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
 from titanlite.parallel.stages import SPLIT_BACKWARD, check_microbatches, modules_of_stages, stage_ranks
@@ -79,7 +79,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     args, tp = get_args(cfg.model), degrees.tp
     key = "parallelism.tensor_parallel_degree"
-    if tp > 1 and not get_family(cfg.model).PLAN.tensor:
+    if tp > 1 and not get_plan(cfg.model).tensor:
         raise ConfigError(f"{key}={tp}: {cfg.model.name} has no tensor-parallel plan: use 1", key)
     sizes = {name: getattr(args, name) for name in ("n_heads", "n_kv_heads", "hidden_dim") if hasattr(args, name)}
     for name, size in sizes.items():
@@ -162,7 +162,7 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
         )
     if cp == 1:
         return
-    if not get_family(cfg.model).PLAN.cores:
+    if not get_plan(cfg.model).cores:
         raise ConfigError(f"parallelism.context_parallel_degree={cp}: {cfg.model.name}'s plan names no attention cores: use 1", *keys)
     if p.context_parallel_method == "ring" and cfg.compile.enable and "model" in cfg.compile.components:
         raise ConfigError(
@@ -185,13 +185,13 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
 
 @functools.cache
 def _blocks(cfg: Model) -> list[str]:
-    return list(get_family(cfg).PLAN.blocks_of(get_model(cfg, torch.float32)))
+    return list(get_plan(cfg).blocks_of(get_model(cfg, torch.float32)))
 
 
 def _check_pipeline(cfg: Config, rows: int) -> None:
     p = cfg.parallelism
     schedule_key, csv_key = "parallelism.pipeline_parallel_schedule", "parallelism.pipeline_parallel_schedule_csv"
-    plan, blocks = get_family(cfg.model).PLAN, _blocks(cfg.model)
+    plan, blocks = get_plan(cfg.model), _blocks(cfg.model)
     if p.pipeline_parallel_schedule_csv:
         key, splits_backward = csv_key, False
         try:

@@ -23,7 +23,7 @@ def test_the_configuration_overrides_vocabulary_and_ties_of_a_flavor():
 
 def test_a_family_may_be_any_package_that_can_be_imported(monkeypatch):
     mine = types.ModuleType("mine.family")
-    mine.FLAVORS, mine.Model, mine.PLAN, mine.flops_per_token = {}, None, None, None
+    mine.FLAVORS, mine.Model, mine.plan, mine.flops_per_token = {}, None, None, None
     monkeypatch.setitem(sys.modules, "mine", types.ModuleType("mine"))
     monkeypatch.setitem(sys.modules, "mine.family", mine)
     assert get_family(Model(name="mine.family")) is mine
@@ -38,7 +38,7 @@ def test_a_family_may_be_any_package_that_can_be_imported(monkeypatch):
         (Model(name="..llama"), "model.name='..llama': expected one of"),
         (Model(name="my-models.llama"), "model.name='my-models.llama': expected one of"),
         (Model(name="no_such.family"), "model.name='no_such.family': cannot import it: No module named 'no_such'"),
-        (Model(name="os.path"), "model.name='os.path': the package lacks FLAVORS, Model, PLAN, flops_per_token"),
+        (Model(name="os.path"), "model.name='os.path': the package lacks FLAVORS, Model, flops_per_token, plan"),
         (Model(flavor="8b"), "model.flavor='8b': llama3 has .*8B, 70B, 405B"),
         (Model(flavor="debug"), "model.flavor='debug': llama3 has .*; did you mean 'debugmodel'"),
     ],

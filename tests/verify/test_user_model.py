@@ -54,12 +54,9 @@ class Model(nn.Module):
         full.normal_(0.0, 0.1, generator=generator)
 
 FLAVORS = {"tiny": Args()}
-PLAN = ParallelPlan(
-    blocks="BLOCKS",
-    first=("embed",),
-    last=("head",),
-    head="head",
-)
+
+def plan(args):
+    return ParallelPlan(blocks="BLOCKS", first=("embed",), last=("head",), head="head")
 
 def flops_per_token(args, seq_len):
     return 1

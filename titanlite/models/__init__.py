@@ -1,4 +1,4 @@
-"""Finds a model family by name. A family is a package with FLAVORS, Model, PLAN and flops_per_token (see llama)."""
+"""Finds a model family by name. A family is a package with FLAVORS, Model, flops_per_token and plan (see llama)."""
 
 import dataclasses
 import importlib
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titanlite.config import Model
+from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, nearest
 
 FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")}
@@ -26,7 +27,7 @@ def get_family(cfg: Model) -> ModuleType:
         family = importlib.import_module(path)
     except ModuleNotFoundError as e:
         raise ConfigError(f"model.name={cfg.name!r}: cannot import it: {e}", "model.name") from e
-    if missing := [name for name in ("FLAVORS", "Model", "PLAN", "flops_per_token") if not hasattr(family, name)]:
+    if missing := [name for name in ("FLAVORS", "Model", "flops_per_token", "plan") if not hasattr(family, name)]:
         raise ConfigError(f"model.name={cfg.name!r}: the package lacks {', '.join(missing)}", "model.name")
     return family
 
@@ -48,6 +49,11 @@ def get_args(cfg: Model) -> Any:
             f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.name} {cfg.flavor} has no experts", "model.moe_capacity_factor"
         )
     return dataclasses.replace(args, moe=dataclasses.replace(args.moe, capacity_factor=cfg.moe_capacity_factor))
+
+
+def get_plan(cfg: Model) -> ParallelPlan:
+    """How the model of the configuration may be sharded."""
+    return get_family(cfg).plan(get_args(cfg))
 
 
 def get_model(cfg: Model, dtype: torch.dtype) -> nn.Module:

@@ -1,7 +1,6 @@
-"""How decoders may be sharded: pieces that families put together."""
+"""How a decoder may be sharded, whatever it is made of."""
 
-from collections.abc import Mapping
-
+from titanlite.models.decoder import DecoderArgs
 from titanlite.parallel.plan import ParallelPlan
 
 ATTENTION = {
@@ -27,6 +26,7 @@ LATENT_QUERIES = {
     "layers.*.attention.q_norm": "norm",
     "layers.*.attention.wq_b": "gather_colwise",
 }
+LATENT_WHOLE_QUERIES = {"layers.*.attention.wq": "gather_colwise"}
 QK_NORM = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
 FEED_FORWARD = {
     "layers.*.feed_forward": "gather_input",
@@ -44,7 +44,15 @@ SHARED_EXPERTS = {
 }
 
 
-def decoder_plan(*pieces: Mapping[str, str]) -> ParallelPlan:
+def decoder_plan(args: DecoderArgs) -> ParallelPlan:
+    """The plan of the Decoder with these sizes."""
+    pieces = [LATENT_ATTENTION if args.latent else ATTENTION]
+    pieces += [LATENT_QUERIES] if args.latent and args.latent.q_rank else [LATENT_WHOLE_QUERIES] if args.latent else []
+    pieces += [QK_NORM] if args.qk_norm else []
+    pieces += [SINKS] if args.sinks else []
+    pieces += [FEED_FORWARD] if not args.moe or args.n_dense_layers else []
+    pieces += [MOE] if args.moe else []
+    pieces += [SHARED_EXPERTS] if args.moe and args.moe.n_shared else []
     tensor = {"tok_embeddings": "embedding", "layers.*.ffn_norm": "norm", "norm": "norm", "output": "head"}
     for piece in pieces:
         tensor |= piece
@@ -54,7 +62,7 @@ def decoder_plan(*pieces: Mapping[str, str]) -> ParallelPlan:
         last=("norm", "output"),
         head="output",
         cores="layers.*.attention.core",
-        experts="layers.*.moe.experts" if MOE in pieces else "",
+        experts="layers.*.moe.experts" if args.moe else "",
         tensor=tensor,
         tied=(("output.weight", "tok_embeddings.weight"),),
     )

@@ -6,7 +6,7 @@ import time
 import torch
 
 from titanlite.config import Config
-from titanlite.models import get_family
+from titanlite.models import get_plan
 from titanlite.utils import ConfigError
 from titanlite.validate import validate
 from titanlite.verify.compare import verify
@@ -25,7 +25,7 @@ def verify_command(cfg: Config, texts: list[str] | None, *, full: bool, plant: s
     if plant is not None and texts is None:
         texts = [find_mutant(plant).layout]
     base = base_config(cfg)
-    if plant is not None and find_mutant(plant).experts and not get_family(cfg.model).PLAN.experts:
+    if plant is not None and find_mutant(plant).experts and not get_plan(cfg.model).experts:
         raise ConfigError(f"--plant {plant} is a fault with experts, which {cfg.model.name} has not: use train_configs/{find_mutant(plant).experts}_debug.toml")
     if texts is None:
         texts = covering_layouts(3 if full else 2, lambda text: legal_ranks(parse_layout(text, base)))

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titanlite import trainer
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import Config, override
-from titanlite.models import get_args, get_family
+from titanlite.models import get_args, get_plan
 from titanlite.parallel.context import sequence_index
 from titanlite.parallel.pipeline import copies
 from titanlite.trainer import Run, join, place, setup, train_step
@@ -178,7 +178,7 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
     microbatches = [place(run, batch) for batch in whole_rows]
     values: Values = {kind: {} for kind in (*KINDS, "slices")}
     values["copies"] = copies(run.parts)
-    values["skipped"] = {get_family(cfg.model).PLAN.head} if cfg.training.loss_chunk_tokens else set()
+    values["skipped"] = {get_plan(cfg.model).head} if cfg.training.loss_chunk_tokens else set()
     # Before the steps, which it must not disturb.
     values["validation"]["loss"] = np.array(trainer.validation_loss(run, iter(_microbatches(run, other=True))))
     with _recorded(run, values):
@@ -197,7 +197,7 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
 @contextlib.contextmanager
 def _recorded(run: Run, values: Values) -> Iterator[None]:
     """Records outputs and gradients of the first step."""
-    plan = get_family(run.cfg.model).PLAN
+    plan = get_plan(run.cfg.model)
     outputs: dict[str, list[np.ndarray]] = {}
     hooks = []
     for part in run.parts:

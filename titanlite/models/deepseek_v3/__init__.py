@@ -4,9 +4,9 @@ from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
 from titanlite.models.layers import LatentArgs, YarnScaling
 from titanlite.models.moe import MoEArgs
-from titanlite.models.plans import FEED_FORWARD, LATENT_ATTENTION, LATENT_QUERIES, MOE, SHARED_EXPERTS, decoder_plan
+from titanlite.models.plans import decoder_plan as plan
 
-__all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
+__all__ = ["FLAVORS", "Model", "flops_per_token", "plan"]
 
 
 def _args(dim: int, n_layers: int, n_heads: int, hidden_dim: int, latent: LatentArgs, moe: MoEArgs, n_dense_layers: int) -> DecoderArgs:
@@ -32,4 +32,3 @@ FLAVORS = {
     "236B": _args(5120, 60, 128, 12288, _LATENT, _experts(160, 6, 1536, 2, 8, 3, 16.0), 1),
     "671B": _args(7168, 61, 128, 18432, _LATENT, _experts(256, 8, 2048, 1, 8, 4), 3),
 }  # fmt: skip
-PLAN = decoder_plan(LATENT_ATTENTION, LATENT_QUERIES, FEED_FORWARD, MOE, SHARED_EXPERTS)

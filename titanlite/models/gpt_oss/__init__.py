@@ -4,9 +4,9 @@ from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
 from titanlite.models.layers import YarnScaling
 from titanlite.models.moe import MoEArgs
-from titanlite.models.plans import ATTENTION, MOE, SINKS, decoder_plan
+from titanlite.models.plans import decoder_plan as plan
 
-__all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
+__all__ = ["FLAVORS", "Model", "flops_per_token", "plan"]
 
 
 def _args(n_layers: int, n_experts: int) -> DecoderArgs:
@@ -24,4 +24,3 @@ FLAVORS = {
     "20B": _args(24, 32),
     "120B": _args(36, 128),
 }  # fmt: skip
-PLAN = decoder_plan(ATTENTION, SINKS, MOE)

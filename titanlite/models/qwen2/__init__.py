@@ -2,9 +2,9 @@
 
 from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
-from titanlite.models.llama.plan import PLAN
+from titanlite.models.plans import decoder_plan as plan
 
-__all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
+__all__ = ["FLAVORS", "Model", "flops_per_token", "plan"]
 
 
 def _args(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, tie_embeddings: bool = False) -> DecoderArgs:

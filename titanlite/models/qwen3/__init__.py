@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
-from titanlite.models.plans import ATTENTION, FEED_FORWARD, QK_NORM, decoder_plan
+from titanlite.models.plans import decoder_plan as plan
 
-__all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
+__all__ = ["FLAVORS", "Model", "flops_per_token", "plan"]
 
 
 def _args(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, tie_embeddings: bool = False) -> DecoderArgs:
@@ -25,4 +25,3 @@ FLAVORS = {
     "14B": _args(5120, 40, 40, 8, 17408),
     "32B": _args(5120, 64, 64, 8, 25600),
 }
-PLAN = decoder_plan(ATTENTION, QK_NORM, FEED_FORWARD)

@@ -3,9 +3,9 @@
 from titanlite.models.decoder import Decoder as Model
 from titanlite.models.decoder import DecoderArgs, flops_per_token
 from titanlite.models.moe import MoEArgs
-from titanlite.models.plans import ATTENTION, MOE, QK_NORM, decoder_plan
+from titanlite.models.plans import decoder_plan as plan
 
-__all__ = ["FLAVORS", "PLAN", "Model", "flops_per_token"]
+__all__ = ["FLAVORS", "Model", "flops_per_token", "plan"]
 
 
 def _args(dim: int, n_layers: int, n_heads: int, n_kv_heads: int, moe: MoEArgs, vocab_size: int = 151936, head_dim: int = 128) -> DecoderArgs:
@@ -19,4 +19,3 @@ FLAVORS = {
     "30B-A3B": _args(2048, 48, 32, 4, MoEArgs(128, 8, 768, balance_loss=0.001)),
     "235B-A22B": _args(4096, 94, 64, 4, MoEArgs(128, 8, 1536, balance_loss=0.001)),
 }
-PLAN = decoder_plan(ATTENTION, QK_NORM, MOE)
