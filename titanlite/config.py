@@ -31,6 +31,11 @@ class Model:
     vocab_size: int | None = None  # None: the flavor's own
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
     attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
+    rope_theta: float | None = None  # base of the rotary frequencies; None: the flavor's own, as below
+    rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] | None = None  # how they are stretched for a longer context
+    rope_scaling_factor: float | None = None  # by how much
+    rope_original_seq_len: int | None = None  # the context that the model was trained on, which yarn and llama3 start from
+    mtp_depth: int | None = None  # tokens beyond the next one that are predicted in training too; None: as the flavor says, 0
     moe_capacity_factor: float | None = None  # rows an expert takes of a rank's microbatch, over an even share; None: no token is dropped
     tokenizer: Literal["byte", "bpe", "hf"] | None = None  # bpe: trained on the run's data; None: hf if there are assets, else byte
     hf_assets_path: str | None = None  # a folder with tokenizer.json
@@ -73,6 +78,7 @@ class Training:
     global_batch_size: int = -1  # rows a step over all ranks; -1: local_batch_size * data-parallel degree
     seq_len: int = 2048  # tokens a row
     loss_chunk_tokens: int = 0  # logits of so many tokens exist at once, in the loss only; 0: of all
+    mtp_loss_weight: float = 0.3  # of the tokens that model.mtp_depth adds, in the gradient; the logged loss is of next tokens
     max_norm: float = 1.0  # gradients are scaled down to this global norm; 0: not at all
     steps: int = 10000
     enable_cpu_offload: bool = False  # keep sharded parameters, gradients and optimizer state in CPU memory

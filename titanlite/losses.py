@@ -3,6 +3,7 @@
 Letters: N tokens (all rows), D model width, V vocabulary; v this rank's part of the vocabulary under tensor parallel.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -39,6 +40,20 @@ def linear_cross_entropy(hidden: Tensor, batch: Batch, *, head: nn.Linear, chunk
         weight = weight.to_local()
         hidden = hidden.to_local(grad_placements=[Partial()])  # every rank adds what its part of the vocabulary gives
     return _LinearCrossEntropy.apply(hidden.flatten(0, 1), weight, batch.labels.flatten(), first, group, chunk_tokens)
+
+
+def multi_token_loss(output: Tensor, batch: Batch, *, loss_fn: Callable[[Tensor, Batch], Tensor], weight: float, total: Tensor) -> Tensor:
+    """`loss_fn` of the next tokens, with the gradient of `weight` times that of tokens further ahead too (arXiv 2412.19437, eq. 24 and 25).
+
+    output [(1 + K) * B, ...], the next tokens' first; the mean over k of the further losses is added to `total`.
+    """
+    if batch.ahead is None:
+        return loss_fn(output, batch)
+    loss, *further = output.split(len(batch.tokens))
+    labels = batch.ahead[..., 1].unbind(-1)
+    extra = sum(loss_fn(part, batch._replace(labels=labels_BS)) for part, labels_BS in zip(further, labels)) / len(labels)
+    total += extra.detach()
+    return loss_fn(loss, batch) + weight * (extra - extra.detach())
 
 
 def chunk_loss(head: nn.Linear, chunk_tokens: int) -> partial:

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.batch import IGNORE, Batch
+from titanlite.batch import IGNORE, Batch, with_ahead
 from titanlite.config import Config
-from titanlite.losses import chunk_loss, cross_entropy
+from titanlite.losses import chunk_loss, cross_entropy, multi_token_loss
 from titanlite.models import get_args, get_family, get_model, get_plan
 from titanlite.observe.metrics import peak_memory_bytes, peak_tflops
 from titanlite.optim import build_optimizer, finish_gradients, local_gradients, local_square_sum, lr_factor
@@ -40,6 +41,8 @@ class Run:
     loss_fn: LossFn
     flops_per_token: int
     counted: list[nn.Parameter]  # in the gradient norm: without copies of tied parameters that other pipeline stages hold
+    mtp_depth: int  # tokens beyond the next one that are predicted
+    mtp_loss: torch.Tensor  # of those, this rank's sum over the step's labels so far
     step: int = 0
     tokens: int = 0  # labels trained on, over all ranks
     stop_asked: bool = False  # a signal came in on this rank
@@ -56,7 +59,7 @@ class StepMetrics:
     lr: float
     tokens: int  # labels of the step, over all ranks
     stop: bool  # a rank was asked to stop
-    routing: dict[str, float] = field(default_factory=dict)  # of a model of experts; see update_routers
+    figures: dict[str, float] = field(default_factory=dict)  # that only some models have: mtp_loss, and what update_routers tells
 
 
 def join(cfg: Config) -> Mesh:
@@ -84,6 +87,9 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
     elif cfg.compile.enable and "loss" in cfg.compile.components:
         loss_fn = torch.compile(cross_entropy, backend=cfg.compile.backend)
     args, twice = get_args(cfg.model), copies(parts)
+    mtp_depth, mtp_loss = getattr(args, "mtp_depth", 0), torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if mtp_depth:
+        loss_fn = partial(multi_token_loss, loss_fn=loss_fn, weight=cfg.training.mtp_loss_weight, total=mtp_loss)
     run = Run(
         cfg=cfg,
         mesh=mesh,
@@ -91,6 +97,8 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         optimizer=build_optimizer(parts, cfg.optimizer),
         forward_backward=build_forward_backward(parts, mesh, cfg.parallelism),
         loss_fn=loss_fn,
+        mtp_depth=mtp_depth,
+        mtp_loss=mtp_loss,
         counted=[p for part in parts for name, p in part.named_parameters() if name not in twice],
         flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
     )
@@ -141,10 +149,15 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
-    routing = update_routers(run.parts, mesh) if mesh.stages is not None else {}
+    figures = update_routers(run.parts, mesh) if mesh.stages is not None else {}
+    if run.mtp_depth:
+        total = run.mtp_loss if mesh.counts_loss else torch.zeros_like(run.mtp_loss)
+        dist.all_reduce(total)
+        figures["mtp_loss"] = (total / denominator).item()
+        run.mtp_loss.zero_()
     run.step += 1
     run.tokens += int(labels.item())
-    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop), routing)
+    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop), figures)
 
 
 def step_record(
@@ -166,7 +179,7 @@ def step_record(
         "memory_gib": peak_memory_bytes(run.mesh.device) / 2**30,
         "step_time_s": step_time_s,
         "data_time_s": data_time_s,
-        **measured.routing,
+        **measured.figures,
     }
     return record if heldout_loss is None else record | {"validation_loss": heldout_loss}
 
@@ -183,7 +196,7 @@ def validation_loss(run: Run, batches: Iterator[Batch]) -> float | None:
             return None
         if batch is None:
             break
-        batch = place(run, batch)
+        batch = place(run, batch)._replace(ahead=None)
         loss = forward_only(run.parts, run.mesh, batch, run.loss_fn)
         if loss is not None and run.mesh.counts_loss:
             sums[0] += loss
@@ -227,7 +240,7 @@ def next_microbatches(run: Run, loader: Iterator[list[Batch]]) -> list[Batch]:
 
 def place(run: Run, batch: Batch) -> Batch:
     """This rank's part of the rows, on its device."""
-    batch = local_batch(batch, run.mesh, run.cfg.parallelism)
+    batch = local_batch(with_ahead(batch, run.mtp_depth), run.mesh, run.cfg.parallelism)
     return Batch(*(None if x is None else x.to(run.mesh.device, non_blocking=True) for x in batch))
 
 

@@ -223,7 +223,16 @@ def _check_pipeline(cfg: Config, rows: int) -> None:
         key, splits_backward = schedule_key, p.pipeline_parallel_schedule in SPLIT_BACKWARD
         ranks = stage_ranks(p, len(blocks))
         check_microbatches(p, rows, len(ranks))
-    modules_of_stages(list(plan.first), blocks, list(plan.last), p, len(ranks))
+    stages = modules_of_stages(list(plan.first), blocks, list(plan.last), p, len(ranks))
+    if elsewhere := [block for block in plan.with_last if block not in stages[-1]]:
+        raise ConfigError(
+            f"model.mtp_depth={len(plan.with_last)}: {', '.join(elsewhere)} must lie in the last pipeline stage, with the head, but it holds "
+            f"{len(stages[-1].intersection(blocks))} of {len(blocks)} blocks: use fewer stages (parallelism.pipeline_parallel_degree, "
+            "pipeline_parallel_layers_per_stage), a smaller parallelism.pipeline_parallel_last_stage_less_layers, or "
+            f"model.mtp_depth={len(plan.with_last) - len(elsewhere)}",
+            "model.mtp_depth",
+            "parallelism.pipeline_parallel_degree",
+        )
     if not splits_backward:
         return
     value = f"{key}={getattr(p, key.rsplit('.')[-1])!r} makes gradients of inputs and weights at two times"
@@ -268,7 +277,8 @@ _AT_LEAST = {
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "checkpoint.max_failed_saves": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
-    "model.vocab_size": 2, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
+    "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
+    "training.mtp_loss_weight": 0, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
     "parallelism.pipeline_parallel_first_stage_less_layers": 0, "parallelism.pipeline_parallel_last_stage_less_layers": 0,
 }  # fmt: skip
 

@@ -180,6 +180,14 @@ def test_flops_per_token_is_what_a_step_counts_with_attention_over_all_keys_halv
     assert seq_len * (flops_per_token(args, over_all_keys) - flops_per_token(args, seq_len)) == saved
 
 
+def test_flops_per_token_counts_what_predicts_further_ahead():
+    args = dataclasses.replace(TINY, mtp_depth=2)
+    model, tokens = build(args, torch.float32), torch.zeros(3, 8, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(tokens, torch.arange(8).expand(3, -1), ahead=torch.zeros(3, 8, 2, 2, dtype=torch.int64)).sum().backward()
+    assert counter.get_total_flops() == tokens.numel() * flops_per_token(args, 15)
+
+
 # Parts and ties
 
 

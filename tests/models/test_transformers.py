@@ -23,6 +23,7 @@ LATENT = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "max_position_embeddings": 64,
 }  # fmt: skip
+V2 = {key: value for key, value in LATENT.items() if key != "num_mtp_layers"} | {"topk_method": "group_limited_greedy", "norm_topk_prob": False}
 SIGMOID = MoEArgs(8, 3, 24, 2, score="sigmoid", scale=2.5, n_groups=4, top_groups=2, bias_speed=0.001)
 
 
@@ -72,6 +73,15 @@ MODELS = {
         DecoderArgs(
             **ARGS, rope_theta=1e4, norm_eps=1e-6, latent=LatentArgs(None, 16, 8, 4, 6), moe=SIGMOID, n_dense_layers=1,
             rope_scaling=YarnScaling(40.0, 16, grows=False),
+        ),
+    ),
+    "deepseek_v3, of version 2": (
+        "DeepseekV2",
+        V2 | {"q_lora_rank": 24, "rope_parameters": YARN | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}},
+        DecoderArgs(
+            **ARGS, rope_theta=1e4, norm_eps=1e-6, latent=LatentArgs(24, 16, 8, 4, 6), n_dense_layers=1,
+            moe=MoEArgs(8, 3, 24, 2, normalize=False, scale=2.5, n_groups=4, top_groups=2, judges=1),
+            rope_scaling=YarnScaling(40.0, 16, mscale=0.707, grows=False),
         ),
     ),
     "gpt_oss": (

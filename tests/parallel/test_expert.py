@@ -173,7 +173,7 @@ def test_a_rank_whose_experts_no_token_chooses_takes_part_and_they_are_called_de
         for moe in mixtures_of(run.parts[0]):
             moe.router.choose = lambda scores: torch.arange(2).expand(*scores.shape[:-1], 2)  # the first two of eight
         measured = train_step(run, _microbatches(run), run.loss_fn)
-        return measured.loss, measured.routing
+        return measured.loss, measured.figures
 
     cfg = config("qwen3_moe", layout)
     ranks = {"ep=2": 2, "ep=2,etp=2,tp=2,fsdp=2": 4, "fsdp=4": 4}[layout]
@@ -186,7 +186,7 @@ def test_a_rank_whose_experts_no_token_chooses_takes_part_and_they_are_called_de
 def test_dropped_rows_are_counted_over_all_ranks():
     def step():
         run = setup(cfg, join(cfg))
-        return train_step(run, _microbatches(run), run.loss_fn).routing
+        return train_step(run, _microbatches(run), run.loss_fn).figures
 
     cfg = config("qwen3_moe", "ep=2", model__moe_capacity_factor=0.25)
     (routing,) = {tuple(sorted(r.items())) for r in run_ranks(step, 2)}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titanlite.config import Model
+from titanlite.models.layers import LinearScaling, NTKScaling, RopeScaling, Scaling, YarnScaling
 from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, nearest
 
@@ -25,7 +26,7 @@ def get_family(cfg: Model) -> ModuleType:
         )
     try:
         family = importlib.import_module(path)
-    except ModuleNotFoundError as e:
+    except (ModuleNotFoundError, ValueError) as e:  # a flavor's sizes do not fit together
         raise ConfigError(f"model.name={cfg.name!r}: cannot import it: {e}", "model.name") from e
     if missing := [name for name in ("FLAVORS", "Model", "flops_per_token", "plan") if not hasattr(family, name)]:
         raise ConfigError(f"model.name={cfg.name!r}: the package lacks {', '.join(missing)}", "model.name")
@@ -40,15 +41,47 @@ def get_args(cfg: Model) -> Any:
             f"model.flavor={cfg.flavor!r}: {cfg.name} has {', '.join(flavors)}{nearest(cfg.flavor, flavors)}",
             "model.flavor",
         )
-    given = {key: getattr(cfg, key) for key in ("vocab_size", "tie_embeddings", "attention") if getattr(cfg, key) is not None}
-    args = dataclasses.replace(flavors[cfg.flavor], **given)
-    if cfg.moe_capacity_factor is None:
-        return args
-    if getattr(args, "moe", None) is None:
+    args = flavors[cfg.flavor]
+    given = {key: getattr(cfg, key) for key in OVERRIDES if getattr(cfg, key) is not None}
+    for key, value in given.items():
+        if not hasattr(args, key):
+            raise ConfigError(f"model.{key}={value!r}: {cfg.name} {cfg.flavor} has no such size: leave it out", f"model.{key}")
+    if "rope_scaling" in given:
+        given["rope_scaling"] = _rope_scaling(cfg)
+    if cfg.moe_capacity_factor is not None:
+        if getattr(args, "moe", None) is None:
+            raise ConfigError(
+                f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.name} {cfg.flavor} has no experts", "model.moe_capacity_factor"
+            )
+        given["moe"] = dataclasses.replace(args.moe, capacity_factor=cfg.moe_capacity_factor)
+    if given.get("mtp_depth") and given.get("tie_embeddings", args.tie_embeddings):
         raise ConfigError(
-            f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.name} {cfg.flavor} has no experts", "model.moe_capacity_factor"
+            f"model.mtp_depth={cfg.mtp_depth}: {cfg.name} {cfg.flavor} ties its head to the embedding, which prediction further ahead holds "
+            "too: set model.tie_embeddings=false",
+            "model.mtp_depth",
+            "model.tie_embeddings",
         )
-    return dataclasses.replace(args, moe=dataclasses.replace(args.moe, capacity_factor=cfg.moe_capacity_factor))
+    return dataclasses.replace(args, **given)
+
+
+OVERRIDES = ("vocab_size", "tie_embeddings", "attention", "mtp_depth", "rope_theta", "rope_scaling")  # sizes that keys of the same name replace
+
+
+def _rope_scaling(cfg: Model) -> Scaling | None:
+    """Raises ConfigError where a key that the scaling needs is not set."""
+    needs = {"none": (), "linear": ("factor",), "ntk": ("factor",)}.get(cfg.rope_scaling, ("factor", "original"))
+    given = {"factor": cfg.rope_scaling_factor, "original": cfg.rope_original_seq_len}
+    for name, key in (("factor", "model.rope_scaling_factor"), ("original", "model.rope_original_seq_len")):
+        if name in needs and given[name] is None:
+            raise ConfigError(f"model.rope_scaling={cfg.rope_scaling!r} needs {key}: set it", "model.rope_scaling", key)
+    values = [given[name] for name in needs]
+    return {
+        "none": lambda: None,
+        "linear": LinearScaling,
+        "ntk": NTKScaling,
+        "yarn": YarnScaling,
+        "llama3": lambda factor, original: RopeScaling(factor, original_max_position=original),
+    }[cfg.rope_scaling](*values)
 
 
 def get_plan(cfg: Model) -> ParallelPlan:

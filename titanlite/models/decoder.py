@@ -31,6 +31,7 @@ class DecoderArgs:
     latent: LatentArgs | None = None  # latent attention instead; n_kv_heads and head_dim are not used
     moe: MoEArgs | None = None
     n_dense_layers: int = 0  # the first ones, which have no experts
+    mtp_depth: int = 0  # tokens beyond the next one that are predicted in training, by a block each
 
     @property
     def head_width(self) -> int:
@@ -73,23 +74,55 @@ class Block(nn.Module):
         return x_BSD + feed_forward(self.ffn_norm(x_BSD))
 
 
+class PredictionBlock(Block):
+    """Predicts one token further than what comes before it (multi-token prediction, arXiv 2412.19437, section 2.2)."""
+
+    def __init__(self, args: DecoderArgs, layer: int):
+        super().__init__(args, layer)
+        self.embedding_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.hidden_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.merge = nn.Linear(2 * args.dim, args.dim, bias=False)
+        self.out_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+
+    def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None, embedded_BSD: Tensor) -> Tensor:
+        """-> hidden states for the head, and for the next of these blocks."""
+        merged = self.merge(torch.cat([self.embedding_norm(embedded_BSD), self.hidden_norm(x_BSD)], -1))
+        return self.out_norm(super().forward(merged, positions, documents))
+
+
 class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleDict({str(i): Block(args, i) for i in range(args.n_layers)})
+        kinds = [Block] * args.n_layers + [PredictionBlock] * args.mtp_depth
+        self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in enumerate(kinds)})
+        self.mtp_embeddings = nn.Embedding(args.vocab_size, args.dim) if args.mtp_depth else None  # the same table where the head is
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        if args.mtp_depth:
+            self.mtp_embeddings.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens [B, S] (or hidden [B, S, D] where this part has no embedding) -> logits [B, S, V] (or hidden)."""
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
+        """tokens [B, S] (or hidden [B, S, D] where this part has no embedding) -> logits [B, S, V] (or hidden).
+
+        With `ahead`, as in Batch, those of each token further ahead follow: [(1 + mtp_depth) * B, S, V].
+        """
         x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        predicting = []
         for block in self.layers.values():
-            x = block(x, positions, documents)
+            if isinstance(block, PredictionBlock):
+                predicting.append(block)
+            else:
+                x = block(x, positions, documents)
         x = self.norm(x) if self.norm is not None else x
+        if ahead is not None:
+            outs = [x]
+            for block, token in zip(predicting, ahead[..., 0].clamp(min=0).unbind(-1)):
+                outs.append(block(outs[-1], positions, documents, self.mtp_embeddings(token)))
+            x = torch.cat(outs)
         return self.output(x) if self.output is not None else x
 
     def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
@@ -100,7 +133,7 @@ class Decoder(nn.Module):
             full.zero_()
         else:
             # Logits of order one; embeddings small enough that what blocks add counts from the start.
-            std = self.args.dim**-0.5 if name in ("tok_embeddings.weight", "output.weight") else 0.02
+            std = self.args.dim**-0.5 if name.endswith(("embeddings.weight", "output.weight")) else 0.02
             if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "shared_experts.w2.weight", "experts.w2")):  # what is added to the residual stream
                 std /= (2 * (int(name.split(".")[1]) + 1)) ** 0.5
             nn.init.trunc_normal_(full, 0.0, std, -3 * std, 3 * std, generator=generator)
@@ -121,12 +154,14 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
         keys = args.dim * (m.kv_rank + m.rope_dim) + m.kv_rank * args.n_heads * (m.nope_dim + m.v_dim)
         attention = queries + keys + args.n_heads * m.v_dim * args.dim
     feed_forward = 3 * args.dim * args.hidden_dim
-    n_moe = args.n_layers - args.n_dense_layers if args.moe else 0
-    matmuls = args.n_layers * attention + (args.n_layers - n_moe) * feed_forward + args.dim * args.vocab_size
+    n_blocks = args.n_layers + args.mtp_depth
+    n_moe = n_blocks - args.n_dense_layers if args.moe else 0
+    matmuls = n_blocks * attention + (n_blocks - n_moe) * feed_forward + (1 + args.mtp_depth) * args.dim * args.vocab_size
+    matmuls += args.mtp_depth * 2 * args.dim**2
     if args.moe:
         matmuls += n_moe * args.dim * (3 * args.moe.hidden_dim * (args.moe.top_k + args.moe.n_shared) + args.moe.n_experts)
-    keys = args.n_layers * (seq_len + 1) / 2  # of all blocks
+    keys = n_blocks * (seq_len + 1) / 2  # of all blocks
     if args.window and args.window < seq_len:
         windowed = args.window - args.window * (args.window - 1) / (2 * seq_len)  # a row's first tokens see fewer
-        keys += -(-args.n_layers // 2) * (windowed - (seq_len + 1) / 2)
+        keys += -(-n_blocks // 2) * (windowed - (seq_len + 1) / 2)
     return round(6 * (matmuls + args.n_heads * (qk_width + v_width) * keys))

@@ -59,6 +59,7 @@ class YarnScaling:
     beta_fast: float = 32.0  # turns over the original context above which a frequency stays
     beta_slow: float = 1.0  # and below which it is stretched whole
     truncate: bool = True  # these bounds to whole dimensions
+    mscale: float = 1.0  # by how much of the paper's they grow
     grows: bool = True
 
     @property
@@ -67,7 +68,7 @@ class YarnScaling:
 
     @property
     def attention_magnitude(self) -> float:
-        return 0.1 * math.log(self.factor) + 1.0
+        return 0.1 * self.mscale * math.log(self.factor) + 1.0
 
     def frequencies(self, head_dim: int, theta: float) -> Tensor:
         def dim_of(turns: float) -> float:

@@ -24,6 +24,7 @@ class MoEArgs:
     scale: float = 1.0  # of these weights
     n_groups: int = 1  # experts stand in groups, and a token chooses from
     top_groups: int = 1  # this many of them (arXiv 2412.19437)
+    judges: int = 2  # the groups with the largest sum of this many scores
     bias_speed: float = 0.0  # by which an expert's bias in the choice follows its load, once a step; 0: no bias (arXiv 2408.15664)
     balance_loss: float = 0.0  # factor of the loss on uneven loads within a row (arXiv 2412.19437, eq. 17)
 
@@ -33,11 +34,20 @@ class MoEArgs:
     capacity_factor: float | None = None  # rows an expert takes at most, over N * C / X; the least weighty are dropped; None: all
 
     def __post_init__(self) -> None:
-        assert 0 < self.top_k <= self.n_experts, f"a token cannot choose {self.top_k} of {self.n_experts} experts"
-        assert self.n_experts % self.n_groups == 0, f"{self.n_experts} experts do not make {self.n_groups} groups"
-        assert self.top_groups <= self.n_groups and self.top_k <= self.top_groups * self.n_experts // self.n_groups, (
-            f"a token cannot choose {self.top_k} experts from {self.top_groups} of {self.n_groups} groups"
-        )
+        if not 0 < self.top_k <= self.n_experts:
+            raise ValueError(f"top_k={self.top_k}: a token cannot choose so many of n_experts={self.n_experts}: use 1 to {self.n_experts}")
+        if self.n_groups < 1 or self.n_experts % self.n_groups:
+            legal = [n for n in range(1, self.n_experts + 1) if self.n_experts % n == 0]
+            raise ValueError(f"n_groups={self.n_groups} must divide n_experts={self.n_experts}: use one of {legal}")
+        in_groups = self.top_groups * self.n_experts // self.n_groups
+        if not 0 < self.top_groups <= self.n_groups or self.top_k > in_groups:
+            least = -(-self.top_k * self.n_groups // self.n_experts)
+            raise ValueError(
+                f"top_groups={self.top_groups} of n_groups={self.n_groups} hold {in_groups} of n_experts={self.n_experts}, of which a token chooses "
+                f"top_k={self.top_k}: use {least} to {self.n_groups}"
+            )
+        if self.n_groups > 1 and not 0 < self.judges <= self.n_experts // self.n_groups:
+            raise ValueError(f"judges={self.judges}: a group has {self.n_experts // self.n_groups} experts: use 1 to so many")
 
 
 class Router(nn.Module):
@@ -69,12 +79,12 @@ class Router(nn.Module):
         return chosen, weights * self.args.scale, scores
 
     def best(self, scores_BSX: Tensor) -> Tensor:
-        """[B, S, C] the highest scores, after the bias, in the best groups: those whose two best experts have the largest sum."""
+        """[B, S, C] the highest scores, after the bias, in the best groups: those whose best `judges` have the largest sum."""
         if self.expert_bias is not None:
             scores_BSX = scores_BSX + self.expert_bias
         if self.args.n_groups > 1:
             groups = scores_BSX.unflatten(-1, (self.args.n_groups, -1))
-            best = groups.topk(2, -1).values.sum(-1).topk(self.args.top_groups, -1).indices
+            best = groups.topk(self.args.judges, -1).values.sum(-1).topk(self.args.top_groups, -1).indices
             kept = torch.zeros_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, True)
             scores_BSX = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
         return scores_BSX.topk(self.args.top_k, -1).indices

@@ -56,13 +56,19 @@ def decoder_plan(args: DecoderArgs) -> ParallelPlan:
     tensor = {"tok_embeddings": "embedding", "layers.*.ffn_norm": "norm", "norm": "norm", "output": "head"}
     for piece in pieces:
         tensor |= piece
+    predicting = tuple(f"layers.{args.n_layers + k}" for k in range(args.mtp_depth))
+    for block in predicting:
+        tensor |= {f"{block}.{name}": "norm" for name in ("embedding_norm", "hidden_norm", "out_norm")} | {f"{block}.merge": "local_norm"}
+    if predicting:
+        tensor["mtp_embeddings"] = "embedding"
     return ParallelPlan(
         blocks="layers.*",
         first=("tok_embeddings",),
-        last=("norm", "output"),
+        last=("mtp_embeddings", "norm", "output") if predicting else ("norm", "output"),
+        with_last=predicting,
         head="output",
         cores="layers.*.attention.core",
         experts="layers.*.moe.experts" if args.moe else "",
         tensor=tensor,
-        tied=(("output.weight", "tok_embeddings.weight"),),
+        tied=(("output.weight", "tok_embeddings.weight"), *([("mtp_embeddings.weight", "tok_embeddings.weight")] if predicting else [])),
     )

@@ -9,7 +9,7 @@ from titanlite.batch import Batch
 from titanlite.config import Parallelism
 from titanlite.parallel.data_parallel import computing, fsdp_modules, set_step_policy
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.pipeline import pipeline_forward, pipeline_forward_backward
+from titanlite.parallel.pipeline import further, pipeline_forward, pipeline_forward_backward
 
 LossFn = Callable[[Tensor, Batch], Tensor]  # model output, batch -> loss summed over labels, fp32 or fp64
 ForwardBackward = Callable[[list[Batch], LossFn, Tensor], Tensor]
@@ -31,7 +31,7 @@ def build_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Parallelism)
         for i, batch in enumerate(microbatches):
             set_step_policy(wrapped, mesh, cfg, is_last=i == len(microbatches) - 1)
             with computing(model):
-                loss = loss_fn(model(batch.tokens, batch.positions, batch.documents), batch) / denominator
+                loss = loss_fn(model(batch.tokens, batch.positions, batch.documents, **further(batch)), batch) / denominator
                 loss.backward()
             total += loss.detach()
         return total

@@ -132,12 +132,18 @@ def pipeline_forward_backward(parts: list[nn.Module], mesh: Mesh, cfg: Paralleli
             return_outputs=False,
             positions=rows.positions,
             **({} if rows.documents is None else {"documents": rows.documents}),
+            **further(rows),
         )
         step.clear()
         _add_tied_gradients(parts, mesh)
         return sum((loss.detach() for loss in losses), torch.zeros_like(denominator))
 
     return forward_backward
+
+
+def further(batch: Batch) -> dict[str, Tensor]:
+    """What only a model that predicts further tokens takes."""
+    return {} if batch.ahead is None else {"ahead": batch.ahead}
 
 
 def _joined(microbatches: list[Batch]) -> Batch:

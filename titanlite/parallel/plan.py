@@ -16,6 +16,7 @@ class ParallelPlan:
     blocks   the repeated block: the unit of data-parallel sharding, recompute and compile
     first    modules before the blocks, in the order they run
     last     modules after the blocks, in the order they run
+    with_last  blocks that must lie in one pipeline stage with these
     head     the module of `last` that makes logits
     cores    pattern of the attention cores, `core(q, k, v, positions, documents)`, with `core.attend(q, k, v, queries, keys)`
              for context parallel, where queries and keys are (positions, documents) of theirs (see models/layers.py)
@@ -29,6 +30,7 @@ class ParallelPlan:
     first: tuple[str, ...]
     last: tuple[str, ...]
     head: str
+    with_last: tuple[str, ...] = ()
     cores: str = ""
     experts: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
@@ -81,6 +83,7 @@ def check_plan(model: nn.Module, plan: ParallelPlan) -> None:
         ("first", plan.first, modules),
         ("last", plan.last, modules),
         ("head", (plan.head,), modules),
+        ("with_last", plan.with_last, modules),
         ("tied", [n for pair in plan.tied for n in pair], parameters),
     ):
         for name in names:

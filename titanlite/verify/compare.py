@@ -147,7 +147,7 @@ def _compare(cfg: Config, reference: Path, plant: str | None) -> dict[str, dict[
     expected = torch.load(reference, weights_only=False)["values"]
     errors: dict[str, dict[str, float | None]] = {}
     for kind in KINDS:
-        errors[kind] = dict.fromkeys(name for name in expected[kind] if not (kind == "output" and name in ours["skipped"]))
+        errors[kind] = dict.fromkeys(name for name in expected[kind] if not (kind == "output" and name.split(" +")[0] in ours["skipped"]))
         for name, value in ours[kind].items():
             reference_value = expected[kind].get(ours["copies"].get(name, name))
             if kind == "output" and reference_value is not None:
@@ -186,7 +186,7 @@ def observe(cfg: Config, *, ulp: bool = False) -> Values:
             measured = train_step(run, microbatches, run.loss_fn)
             for kind, value in (("loss", measured.loss), ("grad_norm", measured.grad_norm)):
                 values["later" if step else kind][f"{kind} of step {step + 1}" if step else "step 1"] = np.array(value)
-            values["later"] |= {f"{name} of step {step + 1}": np.array(value) for name, value in measured.routing.items()}
+            values["later"] |= {f"{name} of step {step + 1}": np.array(value) for name, value in measured.figures.items()}
     values["parameter"] = {name: _whole(p) for name, p in _named_parameters(run)}
     for part in run.parts:
         kept = part.state_dict().keys()
@@ -207,7 +207,7 @@ def _recorded(run: Run, values: Values) -> Iterator[None]:
 
     def keep(name: str, out: Tensor) -> None:
         if run.step == 0:
-            outputs.setdefault(name, []).append(_whole(out))
+            outputs.setdefault(name, []).extend(_whole(piece) for piece in out.split(run.cfg.training.local_batch_size))
 
     def finish_and_keep(parameters: Iterator[nn.Parameter]) -> None:
         finish(parameters)
@@ -221,12 +221,15 @@ def _recorded(run: Run, values: Values) -> Iterator[None]:
         hook.remove()
     rows = ROWS // run.mesh.degrees.batch
     for name, pieces in outputs.items():
-        values["output"][name] = np.concatenate(pieces)
-        part = values["output"][name].shape[1]
-        index = sequence_index(SEQ_LEN, run.mesh, run.cfg.parallelism).numpy()
-        if part < len(index):  # sequence parallel
-            index = index[run.mesh.data.get_local_rank("tp") * part :][:part]
-        values["slices"][name] = np.ix_(range(run.mesh.batch_rank * rows, (run.mesh.batch_rank + 1) * rows), index)
+        times = len(pieces) * run.cfg.training.local_batch_size // rows  # of each row: once more for every token further ahead
+        for ahead in range(times):
+            label = f"{name} +{ahead}" if ahead else name
+            values["output"][label] = np.concatenate(pieces[ahead::times])
+            part = values["output"][label].shape[1]
+            index = sequence_index(SEQ_LEN, run.mesh, run.cfg.parallelism).numpy()
+            if part < len(index):  # sequence parallel
+                index = index[run.mesh.data.get_local_rank("tp") * part :][:part]
+            values["slices"][label] = np.ix_(range(run.mesh.batch_rank * rows, (run.mesh.batch_rank + 1) * rows), index)
 
 
 def make_batch(vocab_size: int) -> Batch:
@@ -254,7 +257,7 @@ def _microbatches(run: Run, *, other: bool = False) -> list[Batch]:
         batch = batch._replace(tokens=batch.tokens // 2, labels=torch.where(batch.labels == IGNORE, IGNORE, batch.labels // 2))
     rows = ROWS // run.mesh.degrees.batch
     start = run.mesh.batch_rank * rows
-    return [Batch(*(x[i : i + size] for x in batch)) for i in range(start, start + rows, size)]
+    return [Batch(*(None if x is None else x[i : i + size] for x in batch)) for i in range(start, start + rows, size)]
 
 
 @torch.no_grad()

@@ -71,6 +71,7 @@ KEYS: dict[str, tuple[str, str, Callable[[str], dict]]] = {
     "chunk": (_N, "tokens", lambda n: {"training.loss_chunk_tokens": int(n)}),
     "offload": ("true|false", "true or false", lambda v: {"training.enable_cpu_offload": v == "true"}),
     "tied": ("true|false", "true or false", lambda v: {"model.tie_embeddings": v == "true"}),
+    "mtp": (_N, "a depth", lambda n: {"model.mtp_depth": int(n)}),
     "dtype": ("float64|float32|bfloat16", "float64, float32 or bfloat16", lambda v: {"training.mixed_precision_param": v, "training.dtype": v}),
 }  # fmt: skip
 
@@ -157,6 +158,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
     ("", "chunk=50"),
     ("", "accumulate=4"),
     ("", "tied=true"),
+    ("", "mtp=1"),
     ("", "offload=true"),
 )
 

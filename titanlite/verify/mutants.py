@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite import losses, trainer
-from titanlite.batch import IGNORE, Batch
+from titanlite.batch import IGNORE, Batch, with_ahead
 from titanlite.parallel import context, data_parallel, expert, parallelize, pipeline, tensor
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, nearest
@@ -376,6 +376,15 @@ MUTANTS: dict[str, Mutant] = {
     "balance_loss_of_a_microbatch": Mutant(
         "the balance loss is not divided by the labels of the step",
         "accumulate=4", "gradient", _replaced(trainer, "set_loss_scale", lambda parts, scale: expert.set_loss_scale(parts, 4 * scale)), "gpt_oss",
+    ),
+    "tokens_ahead_of_own_part": Mutant(
+        "the token after next is taken from a context-parallel rank's part of the sequence",
+        "cp=2,mtp=1", "output mtp_embeddings", _local(lambda batch, part: with_ahead(part, 1)), "deepseek_v3",
+    ),
+    "further_tokens_count_as_losses": Mutant(
+        "what is predicted further ahead is divided by its own microbatch's labels", "accumulate=4,mtp=1", "gradient",
+        _replaced(trainer, "multi_token_loss", lambda output, batch, weight, **others: losses.multi_token_loss(output, batch, weight=4 * weight, **others)),
+        "deepseek_v3",
     ),
     "expert_bias_of_own_tokens": Mutant(
         "each rank moves the experts' biases by its own loads", "fsdp=4", "later", _replaced(trainer, "update_routers", _update_from_own_tokens), "deepseek_v3",
