@@ -69,7 +69,7 @@ def test_nothing_in_parallel_knows_a_model(module):
     assert {name for name in ours(MODULES[module]) if unit_of(name) == "models"} == set()
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if m.endswith((".model", ".layers", ".moe", ".decoder"))])
+@pytest.mark.parametrize("module", [m for m in MODULES if m.endswith((".model", ".layers", ".moe", ".decoder", ".lightning"))])
 def test_model_files_import_torch_and_each_other_only(module):
     """torch without its distributed part, and the standard library."""
     assert {name for name in ours(MODULES[module]) if not name.startswith("titanlite.models.")} == set()

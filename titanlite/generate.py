@@ -54,6 +54,19 @@ class CachedCore(nn.Module):
         return grown
 
 
+class CachedLightningCore(nn.Module):
+    """A lightning core that keeps its state [1, H, E, E]."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.state: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
+        out, self.state = self.core.advance(q, k, v, documents, self.state)
+        return out
+
+
 def load_run(folder: Path, step: int | None) -> tuple[nn.Module, Tokenizer, int]:
     """The model of a run's folder with the weights of `step` (None: the newest), its tokenizer, and the step."""
     if not (folder / "config.toml").is_file():
@@ -101,8 +114,9 @@ def generate(
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     for module in list(model.modules()):
-        if hasattr(module, "core") and not isinstance(module, CachedCore):
-            module.core = CachedCore(module.core.core if isinstance(module.core, CachedCore) else module.core)
+        if hasattr(module, "core") and not isinstance(module, CachedCore | CachedLightningCore):
+            core = module.core.core if isinstance(module.core, CachedCore | CachedLightningCore) else module.core
+            module.core = CachedCore(core) if hasattr(core, "attend") else CachedLightningCore(core)
     new, seen = prompt_ids, 0
     for _ in range(max_new_tokens):
         tokens = torch.tensor([new], device=device)

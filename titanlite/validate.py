@@ -173,6 +173,13 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
         )
     args = get_args(cfg.model)
     heads, kv_heads = args.n_heads // tp, args.n_kv_heads // tp
+    if getattr(args, "full_attention_every", None) and heads % cp:
+        raise ConfigError(
+            f"parallelism.context_parallel_degree={cp}: lightning attention trades sequence for heads, so it must divide the {heads} heads "
+            f"of a tensor-parallel rank: use one of {divisors(heads)}",
+            "parallelism.context_parallel_degree",
+            "parallelism.tensor_parallel_degree",
+        )
     if p.context_parallel_method == "ulysses" and (heads % cp or (kv_heads % cp and cp % kv_heads)):
         legal = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
         raise ConfigError(

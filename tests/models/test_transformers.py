@@ -84,6 +84,17 @@ MODELS = {
             rope_scaling=YarnScaling(40.0, 16, mscale=0.707, grows=False),
         ),
     ),
+    "minimax": (
+        "MiniMax",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2,
+         "intermediate_size": 24, "num_hidden_layers": 3, "block_size": 8, "router_jitter_noise": 0.0,
+         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+         **{f"{kind}_alpha_factor": 2.5 for kind in ("linear_attn", "full_attn", "mlp")},
+         **{f"{kind}_beta_factor": 1.0 for kind in ("linear_attn", "full_attn", "mlp")}},
+        DecoderArgs(
+            **ARGS | {"n_layers": 3}, head_dim=16, rope_theta=1e4, norm_eps=1e-5, full_attention_every=3, residual_scale=2.5, moe=MoEArgs(6, 2, 24)
+        ),
+    ),
     "gpt_oss": (
         "GptOss",
         {"rope_parameters": YARN | {"truncate": False}, "head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5,
@@ -104,7 +115,8 @@ NAMES = {
     r"mlp\.gate\.weight": "moe.router.gate.weight", r"mlp\.gate\.e_score_correction_bias": "moe.router.expert_bias",
     r"self_attn\.q_a_proj": "attention.wq_a", r"self_attn\.q_a_layernorm": "attention.q_norm", r"self_attn\.q_b_proj": "attention.wq_b",
     r"self_attn\.kv_a_proj_with_mqa": "attention.wkv_a", r"self_attn\.kv_a_layernorm": "attention.kv_norm",
-    r"self_attn\.kv_b_proj": "attention.wkv_b",
+    r"self_attn\.kv_b_proj": "attention.wkv_b", r"self_attn\.output_gate": "attention.gate", r"self_attn\.out_proj": "attention.wo",
+    r"self_attn\.norm": "attention.norm",
 }  # fmt: skip
 ROTATED = re.compile(r"attention\.(w[qk]|[qk]_norm)\.")
 
@@ -133,8 +145,12 @@ def converted(tensors: dict[str, Tensor], args: DecoderArgs) -> dict[str, Tensor
         w1_w3 = named.pop(name).chunk(2, 1)
         named |= {name.replace("gate_up_proj", w): t for w, t in zip(("w1", "w3"), w1_w3)}
         named[name.replace("gate_up_proj", "w2")] = named.pop(name.replace("gate_up_proj", "down_proj"))
+    for name in [name for name in named if name.endswith("self_attn.qkv_proj.weight")]:  # head by head
+        heads = named.pop(name).view(args.n_heads, 3, args.head_width, -1).unbind(1)
+        named |= {name.replace("self_attn.qkv_proj", f"lightning.{w}"): t.flatten(0, 1) for w, t in zip(("wq", "wk", "wv"), heads)}
+    named = {n: t for n, t in named.items() if not n.endswith(("slope_rate", "_decay"))}
     turned = () if args.latent else [name for name in named if ROTATED.search(name)]  # DeepSeek's weights are as ours
-    return {name: interleaved(t, args.head_width) if name in turned else t for name, t in named.items()}
+    return {name.replace("lightning.", "attention."): interleaved(t, args.head_width) if name in turned else t for name, t in named.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,7 +13,7 @@ from titanlite.models.layers import LinearScaling, NTKScaling, RopeScaling, Scal
 from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, nearest
 
-FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")}
+FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "minimax")}
 
 
 def get_family(cfg: Model) -> ModuleType:

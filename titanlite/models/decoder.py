@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.layers import Attention, FeedForward, LatentArgs, LatentAttention, Scaling
+from titanlite.models.lightning import BLOCK, LightningAttention
 from titanlite.models.moe import MoE, MoEArgs
 
 
@@ -21,6 +22,7 @@ class DecoderArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling: Scaling | None = None
+    rotary_dim: int | None = None  # dimensions of a head that turn, its first ones; None: all
     tie_embeddings: bool = False
     attention: str = "sdpa"
     qkv_bias: bool = False
@@ -29,6 +31,8 @@ class DecoderArgs:
     window: int | None = None  # of every other block's attention, the first one's included
     sinks: bool = False
     latent: LatentArgs | None = None  # latent attention instead; n_kv_heads and head_dim are not used
+    full_attention_every: int | None = None  # the last of each so many blocks; the others have lightning attention; None: all
+    residual_scale: float | None = None  # what goes on beside a branch is its normed input, times this; None: its input as it is
     moe: MoEArgs | None = None
     n_dense_layers: int = 0  # the first ones, which have no experts
     mtp_depth: int = 0  # tokens beyond the next one that are predicted in training, by a block each
@@ -36,6 +40,9 @@ class DecoderArgs:
     @property
     def head_width(self) -> int:
         return self.head_dim or self.dim // self.n_heads
+
+    def has_lightning(self, layer: int) -> bool:
+        return bool(self.full_attention_every) and layer < self.n_layers and (layer + 1) % self.full_attention_every > 0
 
 
 class Block(nn.Module):
@@ -45,6 +52,8 @@ class Block(nn.Module):
             self.attention = LatentAttention(
                 args.dim, args.n_heads, args.latent, args.rope_theta, args.rope_scaling, args.norm_eps, args.attention
             )
+        elif args.has_lightning(layer):
+            self.attention = LightningAttention(args.dim, args.n_heads, args.head_width, layer, args.n_layers)
         else:
             self.attention = Attention(
                 args.dim,
@@ -59,6 +68,7 @@ class Block(nn.Module):
                 qk_norm_eps=args.norm_eps if args.qk_norm else None,
                 window=args.window if layer % 2 == 0 else None,
                 sinks=args.sinks,
+                rotary_dim=args.rotary_dim,
             )
         self.moe = self.feed_forward = None
         if args.moe and layer >= args.n_dense_layers:
@@ -67,11 +77,17 @@ class Block(nn.Module):
             self.feed_forward = FeedForward(args.dim, args.hidden_dim)
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.residual_scale = args.residual_scale
 
     def forward(self, x_BSD: Tensor, positions: Tensor, documents: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), positions, documents)
-        feed_forward = self.feed_forward if self.moe is None else self.moe
-        return x_BSD + feed_forward(self.ffn_norm(x_BSD))
+        normed = self.attention_norm(x_BSD)
+        x_BSD = self.beside(x_BSD, normed) + self.attention(normed, positions, documents)
+        normed = self.ffn_norm(x_BSD)
+        return self.beside(x_BSD, normed) + (self.feed_forward if self.moe is None else self.moe)(normed)
+
+    def beside(self, x_BSD: Tensor, normed_BSD: Tensor) -> Tensor:
+        """What a branch is added to."""
+        return x_BSD if self.residual_scale is None else normed_BSD * self.residual_scale
 
 
 class PredictionBlock(Block):
@@ -143,7 +159,7 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     """Floating-point operations a token of forward and backward together (recompute not counted).
 
     2 for each multiply-add, backward twice the forward, causal attention counted as the half that is computed:
-    a token sees (seq_len + 1) / 2 keys on average.
+    a token sees (seq_len + 1) / 2 keys on average. Lightning attention: the half of a block's keys, and the state where there are blocks.
     """
     qk_width = v_width = args.head_width
     attention = args.dim * args.head_width * (2 * args.n_heads + 2 * args.n_kv_heads)
@@ -160,7 +176,13 @@ def flops_per_token(args: DecoderArgs, seq_len: int) -> int:
     matmuls += args.mtp_depth * 2 * args.dim**2
     if args.moe:
         matmuls += n_moe * args.dim * (3 * args.moe.hidden_dim * (args.moe.top_k + args.moe.n_shared) + args.moe.n_experts)
-    keys = n_blocks * (seq_len + 1) / 2  # of all blocks
+    n_lightning = sum(args.has_lightning(layer) for layer in range(args.n_layers))
+    matmuls += n_lightning * (5 * args.dim * args.n_heads * args.head_width - attention)
+    keys = (n_blocks - n_lightning) * (seq_len + 1) / 2  # of all blocks
+    if n_lightning:
+        # A state is made by all tokens but the last block's, and seen by all but the first's: as dear as head_width keys.
+        states = 0.0 if seq_len <= BLOCK else args.head_width * (1 - BLOCK / seq_len)
+        keys += n_lightning * ((min(seq_len, BLOCK) + 1) / 2 + states)
     if args.window and args.window < seq_len:
         windowed = args.window - args.window * (args.window - 1) / (2 * seq_len)  # a row's first tokens see fewer
         keys += -(-n_blocks // 2) * (windowed - (seq_len + 1) / 2)

@@ -114,6 +114,10 @@ class Rope(nn.Module):
         self.freqs = self.frequencies().to(device, dtype)
 
     def forward(self, x_BSHE: Tensor, positions_BS: Tensor) -> Tensor:
+        """The first dimensions of each head turned, as many as there are frequencies for."""
+        width = 2 * len(self.freqs)
+        if x_BSHE.shape[-1] > width:
+            return torch.cat([self(x_BSHE[..., :width], positions_BS), x_BSHE[..., width:]], -1)
         angles = positions_BS[:, :, None, None] * self.freqs
         cos, sin = angles.cos(), angles.sin()
         if (scaling := self.args[-1]) and scaling.magnitude != 1.0:
@@ -229,6 +233,7 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         window: int | None = None,
         sinks: bool = False,
+        rotary_dim: int | None = None,
     ):
         super().__init__()
         self.head_dim = head_dim
@@ -240,7 +245,7 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:  # over each head
             self.q_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
             self.k_norm = nn.RMSNorm(head_dim, eps=qk_norm_eps)
-        self.rope = Rope(head_dim, rope_theta, scaling)
+        self.rope = Rope(rotary_dim or head_dim, rope_theta, scaling)
         self.sink = Sink(n_heads) if sinks else None
         self.core = AttentionCore(kernel, window=window, sink=sinks)
 

@@ -26,6 +26,7 @@ LATENT_QUERIES = {
     "layers.*.attention.q_norm": "norm",
     "layers.*.attention.wq_b": "gather_colwise",
 }
+LIGHTNING = {"layers.*.attention.gate": "colwise", "layers.*.attention.norm": "width_norm"}
 LATENT_WHOLE_QUERIES = {"layers.*.attention.wq": "gather_colwise"}
 QK_NORM = {"layers.*.attention.q_norm": "head_norm", "layers.*.attention.k_norm": "head_norm"}
 FEED_FORWARD = {
@@ -46,8 +47,9 @@ SHARED_EXPERTS = {
 
 def decoder_plan(args: DecoderArgs) -> ParallelPlan:
     """The plan of the Decoder with these sizes."""
-    pieces = [LATENT_ATTENTION if args.latent else ATTENTION]
-    pieces += [LATENT_QUERIES] if args.latent and args.latent.q_rank else [LATENT_WHOLE_QUERIES] if args.latent else []
+    pieces = [LATENT_ATTENTION, LATENT_QUERIES if args.latent.q_rank else LATENT_WHOLE_QUERIES] if args.latent else [ATTENTION]
+    lightning = [i for i in range(args.n_layers) if args.has_lightning(i)]
+    pieces += [LIGHTNING | {f"layers.{i}.attention.core": "hold_heads" for i in lightning}] if lightning else []
     pieces += [QK_NORM] if args.qk_norm else []
     pieces += [SINKS] if args.sinks else []
     pieces += [FEED_FORWARD] if not args.moe or args.n_dense_layers else []
@@ -56,6 +58,8 @@ def decoder_plan(args: DecoderArgs) -> ParallelPlan:
     tensor = {"tok_embeddings": "embedding", "layers.*.ffn_norm": "norm", "norm": "norm", "output": "head"}
     for piece in pieces:
         tensor |= piece
+    if args.residual_scale is not None:  # normed inputs go on beside the branches
+        tensor |= {"layers.*.attention_norm": "local_norm", "layers.*.ffn_norm": "local_norm"}
     predicting = tuple(f"layers.{args.n_layers + k}" for k in range(args.mtp_depth))
     for block in predicting:
         tensor |= {f"{block}.{name}": "norm" for name in ("embedding_norm", "hidden_norm", "out_norm")} | {f"{block}.merge": "local_norm"}

@@ -46,8 +46,13 @@ def apply_cp(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism) 
         return
     forward = {"allgather": gather_attention, "ring": ring_attention, "ulysses": ulysses_attention}[cfg.context_parallel_method]
     cores = matching(part, plan.cores)
+    cp, headtail = mesh.data["cp"], cfg.context_parallel_load_balancer == "headtail"
     for core in cores.values():
-        core.forward = partial(forward, core.forward, core.attend, mesh.data["cp"], cfg.context_parallel_load_balancer == "headtail")
+        if hasattr(core, "attend"):
+            core.forward = partial(forward, core.forward, core.attend, cp, headtail)
+        else:
+            core.hold(cp.get_local_rank(), cp.size())
+            core.forward = partial(ulysses_attention, core.forward, None, cp, headtail)
     logger.info(f"context_parallel={mesh.degrees.cp} method={cfg.context_parallel_method} cores={len(cores)}")
 
 
@@ -77,7 +82,7 @@ def gather_attention(
 
 
 def ulysses_attention(
-    forward: Callable, attend: Callable, cp: DeviceMesh, headtail: bool,
+    forward: Callable, attend: Callable | None, cp: DeviceMesh, headtail: bool,
     q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, positions: Tensor, documents: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Ranks trade parts of the sequence for heads, attend over whole rows, and trade back (DeepSpeed-Ulysses, arXiv 2309.14509).

@@ -19,7 +19,8 @@ class ParallelPlan:
     with_last  blocks that must lie in one pipeline stage with these
     head     the module of `last` that makes logits
     cores    pattern of the attention cores, `core(q, k, v, positions, documents)`, with `core.attend(q, k, v, queries, keys)`
-             for context parallel, where queries and keys are (positions, documents) of theirs (see models/layers.py)
+             for context parallel, where queries and keys are (positions, documents) of theirs (see models/layers.py);
+             or, of those that work on whole rows only, with `core.hold(rank, size)`, which leaves it a part of its heads
     experts  pattern of the modules that hold experts, `experts(rows, counts)`, whose parameters have the experts as their first
              dimension and, where `width_dims` names them, a dimension along which each expert can be split (see models/moe.py)
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`

@@ -59,6 +59,27 @@ class OfHeads(ParallelStyle):
         )
 
 
+class WidthNorm(ParallelStyle):
+    """The norm over all heads [B, S, H * E], of this rank's heads: squares are added up over the ranks."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)))
+        module.forward = lambda x_BSW: module.normed(x_BSW, module.weight.to_local())
+        # Backward adds up too: each rank's heads give a part of the sum's gradient.
+        module.sum_over_heads = lambda squares: (
+            DTensor.from_local(squares, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        )
+        return module
+
+
+class HoldHeads(ParallelStyle):
+    """A module that depends on which heads it has is told."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.hold(mesh.get_local_rank(), mesh.size())
+        return module
+
+
 class LocalInput(ParallelStyle):
     """The first input goes on as this rank's part of the sequence, a plain tensor."""
 
@@ -110,6 +131,8 @@ STYLES = {
     "gather_input": GatherInput,
     "gather": Gather,
     "of_heads": OfHeads,
+    "width_norm": WidthNorm,
+    "hold_heads": HoldHeads,
     "local_input": LocalInput,
     "embedding": Embedding,
     "head": Head,

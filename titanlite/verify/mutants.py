@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite import losses, trainer
 from titanlite.batch import IGNORE, Batch, with_ahead
+from titanlite.models.lightning import LightningCore, WidthNorm
 from titanlite.parallel import context, data_parallel, expert, parallelize, pipeline, tensor
 from titanlite.parallel.mesh import Mesh
 from titanlite.utils import ConfigError, nearest
@@ -376,6 +377,18 @@ MUTANTS: dict[str, Mutant] = {
     "balance_loss_of_a_microbatch": Mutant(
         "the balance loss is not divided by the labels of the step",
         "accumulate=4", "gradient", _replaced(trainer, "set_loss_scale", lambda parts, scale: expert.set_loss_scale(parts, 4 * scale)), "gpt_oss",
+    ),
+    "decays_of_the_first_heads": Mutant(
+        "every rank's heads have the decays of the first rank's", "tp=2", "output layers.0",
+        _replaced(LightningCore, "hold", lambda core, rank, size, hold=LightningCore.hold: hold(core, 0, size)), "minimax",
+    ),
+    "norm_of_own_heads": Mutant(
+        "a norm over all heads takes the mean over the rank's own", "tp=2", "output layers.0",
+        _replaced(WidthNorm, "normed", lambda norm, x, weight: nn.functional.rms_norm(x, x.shape[-1:], weight, norm.eps)), "minimax",
+    ),
+    "state_goes_through_documents": Mutant(
+        "a context-parallel rank's lightning attention takes a row for one document", "cp=2", "output layers.0",
+        _replaced(LightningCore, "forward", lambda core, q, k, v, positions, documents: core.advance(q, k, v, None, None)[0]), "minimax",
     ),
     "tokens_ahead_of_own_part": Mutant(
         "the token after next is taken from a context-parallel rank's part of the sequence",

@@ -19,7 +19,7 @@ def _args(n_layers: int, n_experts: int) -> DecoderArgs:
 FLAVORS = {
     "debugmodel": DecoderArgs(
         64, 4, 4, 2, 0, 257, head_dim=24, rope_theta=1e4, qkv_bias=True, out_bias=True, window=8, sinks=True,
-        moe=MoEArgs(8, 2, 48, balance_loss=0.01, bias=True, clamp=7.0),
+        moe=MoEArgs(12, 2, 48, balance_loss=0.01, bias=True, clamp=7.0),
     ),
     "20B": _args(24, 32),
     "120B": _args(36, 128),
