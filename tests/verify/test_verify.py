@@ -37,9 +37,23 @@ MORE_EXPERTS = ["ep=2,hsdp=2x2,tied=true", "tp=2,recompute=op,accumulate=4", "ep
 
 
 @pytest.mark.parametrize("texts", [EXPERTS, pytest.param(MORE_EXPERTS, marks=pytest.mark.full)], ids=["some", "more"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "minimax"])
 def test_families_of_experts_agree_with_one_rank(family, texts):
     cfg = base_config(load_config(f"train_configs/{family}_debug.toml")[0])
+    assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
+
+
+def test_further_tokens_are_predicted_alike_under_every_pass():
+    cfg = base_config(load_config("train_configs/deepseek_v3_debug.toml")[0])
+    texts = ["fsdp=2,mtp=2,recompute=op", "pp=2,tp=2,mtp=2,chunk=50", "cp=2,ep=2,mtp=1,compile=aot_eager"]
+    assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_dense_families_agree_with_one_rank(family):
+    cfg = base_config(load_config("train_configs/debug.toml", ["--model.name", family])[0])
+    texts = ["tp=2,fsdp=2", "cp=2,tp=2", "pp=2,schedule=ZBVZeroBubble,tied=true", "tp=2,chunk=50,compile=aot_eager"]
     assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
 
 
