@@ -113,6 +113,7 @@ class Parallelism:
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"  # a piece from either end for each rank; none: one piece
     expert_parallel_degree: int = 1
     expert_tensor_parallel_degree: int = 1
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"  # how tokens travel; deepep: an extra for CUDA, not verified
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Rejects every illegal combination before any device work, with the key, the arithmetic and the nearest legal values."""
 
 import functools
+import importlib.util
 import math
 from typing import Any
 
@@ -20,7 +21,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
     degrees = resolve_degrees(cfg.parallelism, world_size)
     _check_tensor_parallel(cfg, degrees)
-    _check_experts(cfg.model, degrees)
+    _check_experts(cfg, degrees)
     _check_sequence(cfg, degrees)
     _check_ranges(cfg)
     rows = global_batch_size(cfg, degrees) // degrees.batch
@@ -106,12 +107,12 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
         )
 
 
-def _check_experts(cfg: Model, degrees: Degrees) -> None:
-    moe = getattr(get_args(cfg), "moe", None)
+def _check_experts(cfg: Config, degrees: Degrees) -> None:
+    model, moe = cfg.model, getattr(get_args(cfg.model), "moe", None)
     keys = ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
     if moe is None:
         if degrees.ep * degrees.etp > 1:
-            raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {cfg.name} {cfg.flavor} has no experts: set both to 1", *keys)
+            raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {model.name} {model.flavor} has no experts: set both to 1", *keys)
         return
     if moe.capacity_factor is not None and (moe.capacity_factor <= 0 or degrees.etp > 1):
         raise ConfigError(
@@ -120,12 +121,28 @@ def _check_experts(cfg: Model, degrees: Degrees) -> None:
             "model.moe_capacity_factor",
             keys[1],
         )
+    if cfg.parallelism.expert_parallel_comm_backend == "deepep":
+        _check_deepep(cfg, degrees)
     for key, degree, what, size in (
         (keys[0], degrees.ep, "experts", moe.n_experts),
         (keys[1], degrees.etp, "of an expert's width", moe.hidden_dim),
     ):
         if size % degree:
-            raise ConfigError(f"{key}={degree} must divide the {size} {what} of {cfg.name} {cfg.flavor}: use one of {divisors(size)}", key)
+            raise ConfigError(f"{key}={degree} must divide the {size} {what} of {model.name} {model.flavor}: use one of {divisors(size)}", key)
+
+
+def _check_deepep(cfg: Config, degrees: Degrees) -> None:
+    backend, t = "parallelism.expert_parallel_comm_backend", cfg.training
+    lacking = {
+        "parallelism.expert_parallel_degree above 1": degrees.ep > 1,
+        "parallelism.expert_tensor_parallel_degree=1": degrees.etp == 1,
+        "training.mixed_precision_param='bfloat16'": t.mixed_precision_param == "bfloat16",
+        "no model.moe_capacity_factor": cfg.model.moe_capacity_factor is None,
+        "CUDA devices": torch.cuda.is_available(),
+        "the package deep_ep": importlib.util.find_spec("deep_ep") is not None,
+    }
+    if missing := [what for what, there in lacking.items() if not there]:
+        raise ConfigError(f"{backend}='deepep' needs {', '.join(missing)}: use 'standard', or see to these", backend)
 
 
 def _check_sequence(cfg: Config, degrees: Degrees) -> None:
