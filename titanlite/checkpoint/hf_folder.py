@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlite.checkpoint.store import dcp_failures
 from titanlite.config import Model
 from titanlite.models import get_args, get_hf, get_model, hf_folder
 from titanlite.models.hf import read_config, unused_keys
@@ -157,7 +158,9 @@ def load_hf(cfg: Model, folder: Path, state: Mapping[str, Tensor], process_group
 
     planner = _parts_planner(state, stored, twins_of(cfg))
     # A new dict: DCP assigns to the entries of the one it is given.
-    dcp.load(dict(state), storage_reader=Reader(str(folder)), planner=planner, process_group=process_group, no_dist=not dist.is_initialized())
+    options = {"planner": planner, "process_group": process_group, "no_dist": not dist.is_initialized()}
+    with dcp_failures(f"cannot read {folder}"):
+        dcp.load(dict(state), storage_reader=Reader(str(folder)), **options)
 
 
 def _parts_planner(state: Mapping[str, Tensor], stored: Mapping[str, Stored], twins: Callable[[str], list[Twin]]) -> Any:
@@ -205,7 +208,7 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
     return tensor.to_local().detach(), list(start)
 
 
-def unused(cfg: Model) -> None:
+def warn_of_unused_keys(cfg: Model) -> None:
     """Tells of keys of config.json that nothing reads."""
     if cfg.name == "hf" and (keys := unused_keys(read_config(hf_folder(cfg)), get_hf(cfg))):
         logger.warning(f"{hf_folder(cfg) / 'config.json'}: not used: {', '.join(keys)}")

@@ -95,7 +95,7 @@ def save(
         writer, checksums = checksumming_writer(place, per_thread_copy_ahead=ahead_bytes)
         # Our checksums stand in for those that torch would put into each tensor's record.
         unchecked = serialization.patch("save.compute_crc32", False)
-        with ThreadPoolExecutor(1) as pool, _dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
+        with ThreadPoolExecutor(1) as pool, dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
             planner = making_planner(make, pool) if make else None
             sums = None if make else pool.submit(lambda: {key: local_sums(tensor) for key, tensor in state.items()})
             dcp.save(state, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not dist.is_initialized())
@@ -155,7 +155,7 @@ def load(
         # A new dict: DCP assigns to the entries of the one it is given.
         wanted = {key: tensor for key, tensor in state.items() if key in keys}
         try:
-            with _dcp_failures(f"cannot read {path}"):
+            with dcp_failures(f"cannot read {path}"):
                 dcp.load(
                     wanted,
                     storage_reader=step_reader(path),
@@ -318,7 +318,7 @@ def _check_written(path: Path, checksums: dict[str, str]) -> dict[str, int]:
 
 
 @contextmanager
-def _dcp_failures(what: str) -> Iterator[None]:
+def dcp_failures(what: str) -> Iterator[None]:
     """Raises OSError, the same on all ranks, for what DCP raises: a BaseException that collects all ranks' errors."""
     from torch.distributed.checkpoint import CheckpointException
 
