@@ -158,6 +158,7 @@ def _generate(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="titanlite generate", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder, e.g. outputs/debug")
     parser.add_argument("-p", "--prompt", default="", help="what the text starts with")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: it is put by the model's chat template")
     parser.add_argument("--step", type=int, help="the checkpoint's step; the newest if not given")
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -170,6 +171,7 @@ def _generate(argv: list[str]) -> int:
     generate_command(
         args.run,
         args.prompt,
+        chat=args.chat,
         step=args.step,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

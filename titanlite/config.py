@@ -41,6 +41,12 @@ class Model:
     hf_assets_path: str | None = None  # a Hugging Face folder: its tokenizer.json is used, and config.json with name = "hf"
 
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return str(self.hf_assets_path) if self.name == "hf" else f"{self.name} {self.flavor}"
+
+
 @dataclass(frozen=True)
 class Optimizer:
     name: Literal["AdamW"] = "AdamW"

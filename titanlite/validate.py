@@ -108,7 +108,7 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(
-                f"{key}={tp} must divide {cfg.model.name} {cfg.model.flavor}'s {name}={size}: "
+                f"{key}={tp} must divide {cfg.model.title}'s {name}={size}: "
                 f"use one of {divisors(math.gcd(*sizes.values()))}",
                 key,
             )
