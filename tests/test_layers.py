@@ -17,7 +17,7 @@ ROWS = [
     {"data", "losses", "optim", "checkpoint", "resilience", "observe", "validate"},
     {"trainer", "run_folder"},
     {"resume"},
-    {"train", "generate", "rl", "planner", "verify"},  # never one another
+    {"train", "generate", "huggingface", "rl", "planner", "verify"},  # never one another
     {"cli"},
 ]
 ENTRIES = ROWS[-2]

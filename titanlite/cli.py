@@ -14,7 +14,7 @@ from titanlite.checkpoint.integrity import read_manifest
 from titanlite.config import Config, Origins, to_dict
 from titanlite.launch import EXIT_CODE_FILE, run_as_command, run_dir
 from titanlite.parallel.degrees import resolve_degrees
-from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest
+from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest, setup_logging
 
 TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
 CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
@@ -22,7 +22,7 @@ CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -158,6 +158,7 @@ def _generate(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="titanlite generate", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder, e.g. outputs/debug")
     parser.add_argument("-p", "--prompt", default="", help="what the text starts with")
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message: it is put by the model's chat template")
     parser.add_argument("--step", type=int, help="the checkpoint's step; the newest if not given")
     parser.add_argument("--max_new_tokens", type=int, default=200)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
@@ -170,6 +171,7 @@ def _generate(argv: list[str]) -> int:
     generate_command(
         args.run,
         args.prompt,
+        chat=args.chat,
         step=args.step,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
@@ -178,6 +180,54 @@ def _generate(argv: list[str]) -> int:
         as_json=args.json,
     )
     return EXIT_DONE
+
+
+def _import(argv: list[str]) -> int:
+    """Make a run of a Hugging Face folder, or of a model of its Hub."""
+    parser = argparse.ArgumentParser(prog="titanlite import", epilog="--section.key value sets the run's configuration; training.dtype is its weights'.")
+    parser.add_argument("model", help="a folder with config.json and safetensors, or the id of a model of the Hub")
+    parser.add_argument("run", type=Path, help="the run's folder to be made; train it with titanlite train RUN/config.toml")
+    parser.add_argument("--config", type=Path, help="a TOML file with the run's other settings; its model is not used")
+    args, overrides = parser.parse_known_args(argv)
+
+    def import_(cfg: Config, _: Origins) -> int:
+        from titanlite.huggingface import import_command
+
+        setup_logging(None, console=True)
+        import_command(args.model, args.run, cfg)
+        return EXIT_DONE
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = args.config or Path(folder) / "import.toml"
+        if not args.config:
+            config.touch()
+        return run_as_command(import_, [str(config), *overrides], "titanlite import MODEL RUN [--config FILE.toml] [--section.key value ...]")
+
+
+def _export(argv: list[str]) -> int:
+    """Write a step of a run as a Hugging Face folder."""
+    parser = argparse.ArgumentParser(prog="titanlite export")
+    parser.add_argument("run", type=Path, help="the run's folder, e.g. outputs/debug")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to be made")
+    parser.add_argument("--step", type=int, help="the checkpoint's step; the newest if not given")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="of the weights; the run's checkpoint.export_dtype if not given")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="files hold so many GB (10^9 bytes), or one tensor")
+    parser.add_argument("--no-check", action="store_true", help="do not compare the folder's logits with the run's, for which each must fit in memory")
+    args = parser.parse_args(argv)
+    if not (args.run / "config.toml").is_file():
+        raise ConfigError(f"{args.run} is not a run's folder: it has no config.toml")
+    if not args.max_shard_gb > 0:
+        raise ConfigError(f"--max-shard-gb={args.max_shard_gb}: expected more than 0")
+
+    def export(cfg: Config, _: Origins) -> int:
+        from titanlite.huggingface import export_command
+
+        setup_logging(None, console=True)
+        options = {"step": args.step, "dtype": args.dtype, "shard_bytes": round(args.max_shard_gb * 1e9), "check": not args.no_check}
+        export_command(args.run, cfg, args.output, **options)
+        return EXIT_DONE
+
+    return run_as_command(export, [str(args.run / "config.toml")], "titanlite export RUN -o DIR")
 
 
 def _checkpoint(argv: list[str]) -> int:

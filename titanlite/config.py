@@ -26,8 +26,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Model:
-    name: str = "llama3"  # a family under titanlite/models, or an import path `my_pkg.my_family`
-    flavor: str = "debugmodel"  # a size of that family
+    name: str = "llama3"  # a family under titanlite/models, an import path `my_pkg.my_family`, or hf: what hf_assets_path's config.json says
+    flavor: str = "debugmodel"  # a size of that family; not used with name = "hf"
     vocab_size: int | None = None  # None: the flavor's own
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
     attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
@@ -38,7 +38,13 @@ class Model:
     mtp_depth: int | None = None  # tokens beyond the next one that are predicted in training too; None: as the flavor says, 0
     moe_capacity_factor: float | None = None  # rows an expert takes of a rank's microbatch, over an even share; None: no token is dropped
     tokenizer: Literal["byte", "bpe", "hf"] | None = None  # bpe: trained on the run's data; None: hf if there are assets, else byte
-    hf_assets_path: str | None = None  # a folder with tokenizer.json
+    hf_assets_path: str | None = None  # a Hugging Face folder: its tokenizer.json is used, and config.json with name = "hf"
+
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return str(self.hf_assets_path) if self.name == "hf" else f"{self.name} {self.flavor}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,10 @@ class Checkpoint:
     exclude_from_loading: tuple[str, ...] = ()  # what keeps its initial values: "optimizer", "model.output", patterns of keys, "data", "rng"
     load_step: int = -1  # goes back to this step, later ones are moved into abandoned/; -1: the newest
     last_save_model_only: bool = False  # the last save leaves out what is needed to go on training
+    initial_load_path: str | None = None  # weights that a new run starts from: a checkpoint's folder .../step-N; see initial_load_in_hf
+    initial_load_in_hf: bool = False  # initial_load_path is a Hugging Face folder; without it model.hf_assets_path is
+    last_save_in_hf: bool = False  # the last step is also exported, as a Hugging Face folder hf/step-N in the run's folder
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"  # of weights in a Hugging Face folder
 
 
 @dataclass(frozen=True)

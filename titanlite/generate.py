@@ -13,6 +13,7 @@ from titanlite.checkpoint.integrity import DamagedStep
 from titanlite.checkpoint.state import model_state
 from titanlite.checkpoint.store import load
 from titanlite.config import Config, load_config
+from titanlite.data.chat import chat_prompt
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, stream_decode
 from titanlite.models import get_model, get_plan
 from titanlite.parallel.parallelize import allocate
@@ -137,9 +138,12 @@ def _choose(logits_V: Tensor, temperature: float, top_p: float, generator: torch
 
 
 def generate_command(
-    run: Path, prompt: str, *, step: int | None, max_new_tokens: int, temperature: float, top_p: float, seed: int, as_json: bool
+    run: Path, prompt: str, *, chat: bool, step: int | None, max_new_tokens: int, temperature: float, top_p: float, seed: int, as_json: bool
 ) -> None:
-    """Prints prompt and text as they come, or one JSON object {"prompt_ids", "ids", "text"} at the end."""
+    """Prints prompt and text as they come, or one JSON object {"prompt_ids", "ids", "text"} at the end.
+
+    With `chat` the prompt is a user's message, and the text the answer.
+    """
     for name, value, legal, allowed in (
         ("--temperature", temperature, temperature >= 0, "0 (the likeliest token) or more"),
         ("--top_p", top_p, 0 < top_p <= 1, "a share above 0 and at most 1"),
@@ -151,7 +155,7 @@ def generate_command(
     if not is_utf8(prompt):
         raise ConfigError(f"--prompt={prompt!r}: not UTF-8")
     model, tokenizer, step = load_run(run, step)
-    prompt_ids = tokenizer.encode_prompt(prompt)
+    prompt_ids = chat_prompt(load_config(run / "config.toml")[0].model, tokenizer, prompt) if chat else tokenizer.encode_prompt(prompt)
     new = generate(
         model,
         prompt_ids,
@@ -165,7 +169,7 @@ def generate_command(
         ids = list(new)
         print(json.dumps({"prompt_ids": prompt_ids, "ids": ids, "text": tokenizer.decode(ids), "step": step}))
         return
-    print(prompt, end="", flush=True)
+    print("" if chat else prompt, end="", flush=True)
     for piece in stream_decode(tokenizer, new, after=prompt_ids):
         print(piece, end="", flush=True)
     print()

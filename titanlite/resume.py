@@ -12,6 +12,8 @@ from torch import Tensor
 
 from titanlite.checkpoint.asynchronous import SLOW_DISK, ProcessSaver, ThreadSaver
 from titanlite.checkpoint.folder import abandon_after, quarantine, set_strangers_aside, step_folders
+from titanlite.checkpoint.hf_export import SHARD_BYTES, export_step
+from titanlite.checkpoint.hf_folder import load_hf, warn_of_unused_keys
 from titanlite.checkpoint.integrity import DamagedStep, problems_of, read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
 from titanlite.checkpoint.store import load, read_rank_states, save
@@ -147,6 +149,8 @@ def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: in
     built anew: a half-loaded one could keep a part of it.
     """
     run = setup(cfg, mesh)
+    if step is None:
+        load_initial(run)
     while step is not None:
         try:
             return run, resume(run, folder, step, rows, data)
@@ -159,14 +163,38 @@ def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: in
     return run, None
 
 
+def load_initial(run: Run) -> None:
+    """The weights that a new run starts from, where `checkpoint.initial_load_path` or `initial_load_in_hf` says so."""
+    cfg, state = run.cfg, model_state(run.parts, copies=True)
+    path = cfg.checkpoint.initial_load_path or (cfg.model.hf_assets_path if cfg.checkpoint.initial_load_in_hf else None)
+    if path is None:
+        return
+    path = Path(path).expanduser()
+    if cfg.checkpoint.initial_load_in_hf:
+        on_rank_0(lambda: warn_of_unused_keys(cfg.model))
+        load_hf(cfg.model, path, state)
+    else:
+        load(path.parent, int(path.name.removeprefix("step-")), state, counted=model_state(run.parts), exclude=cfg.checkpoint.exclude_from_loading)
+    init_optimizer_state(run.optimizer)
+    copy_tied(run.parts, run.optimizer)
+    logger.info(f"initial_load={path}")
+
+
 def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor | None:
-    """Brings the run to where it was after `step`; returns the data positions [V, 2], None where they are excluded.
+    """Brings the run to where it was after `step`; returns the data positions [V, 2], None where there are none or they are excluded.
 
     Later steps are moved into abandoned/. The ranks' random states come back only on as many ranks as wrote them.
     """
     path = folder / f"step-{step}"
     manifest = on_rank_0(lambda: read_manifest(path))
     exclude = run.cfg.checkpoint.exclude_from_loading
+    if manifest.get("imported"):
+        load(folder, step, model_state(run.parts, copies=True), counted=model_state(run.parts), exclude=exclude)
+        init_optimizer_state(run.optimizer)
+        copy_tied(run.parts, run.optimizer)
+        on_rank_0(lambda: abandon_after(folder, step))
+        logger.info(f"started_from={path}")
+        return None
     if manifest["model_only"]:
         raise ConfigError(
             f"{path} holds the model only (it was written with checkpoint.last_save_model_only): training cannot go on from "
@@ -221,3 +249,11 @@ def _set_rng_state(state: dict[str, str]) -> None:
     torch.set_rng_state(tensors["cpu"])
     if "cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def export_last(run: Run, run_folder: Path, checkpoints: Path) -> None:
+    """The step that was just saved, as a Hugging Face folder hf/step-N in the run's folder: ranks share its files."""
+    to = run_folder / "hf" / f"step-{run.step}"
+    to = on_rank_0(lambda: next(path for path in (to, *(to.with_name(f"{to.name}-{k}") for k in range(1, 1000))) if not path.exists()))
+    dtype = getattr(torch, run.cfg.checkpoint.export_dtype)
+    export_step(run.cfg, run_folder, checkpoints / f"step-{run.step}", to, dtype=dtype, shard_bytes=SHARD_BYTES)

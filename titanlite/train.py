@@ -19,7 +19,7 @@ from titanlite.models import get_args
 from titanlite.observe.metrics import MetricsLogger, StepTimer
 from titanlite.parallel.collective import on_rank_0, rank_0_first
 from titanlite.parallel.compat import set_timeout
-from titanlite.resume import Saver, find_checkpoint, setup_from
+from titanlite.resume import Saver, export_last, find_checkpoint, setup_from
 from titanlite.run_folder import open_run_folder, record_start
 from titanlite.trainer import Run, join, next_microbatches, step_record, train_step, validation_loss
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
@@ -56,7 +56,10 @@ def train(cfg: Config, _: Origins) -> int:
             validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
         saver = Saver(run, loader, checkpoints, data=source.fingerprint) if cfg.checkpoint.enable else None
         try:
-            return _loop(run, loader, folder, validate_now, saver)
+            code = _loop(run, loader, folder, validate_now, saver)
+            if cfg.checkpoint.last_save_in_hf and code == EXIT_DONE:
+                export_last(run, folder, checkpoints)
+            return code
         finally:
             if saver:
                 saver.close()

@@ -103,7 +103,7 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
         flops_per_token=get_family(cfg.model).flops_per_token(args, cfg.training.seq_len),
     )
     logger.info(
-        f"model={cfg.model.name} flavor={cfg.model.flavor} parameters={n_parameters:,} "
+        f"model={cfg.model.title!r} parameters={n_parameters:,} "
         f"world_size={mesh.world_size} {mesh.degrees} device={mesh.device.type}"
     )
     return run

@@ -3,12 +3,15 @@
 import functools
 import importlib.util
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from titanlite.config import Config, Model
-from titanlite.models import get_args, get_model, get_plan
+from titanlite.models import get_args, get_hf, get_model, get_plan
+from titanlite.models.hf import config_from
 from titanlite.parallel.compat import read_csv_schedule
 from titanlite.parallel.degrees import Degrees, divisors, resolve_degrees
 from titanlite.parallel.stages import SPLIT_BACKWARD, check_microbatches, modules_of_stages, stage_ranks
@@ -56,6 +59,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "checkpoint.load_step",
             "checkpoint.enable",
         )
+    _check_hugging_face(cfg)
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
@@ -77,6 +81,25 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     return degrees
 
 
+def _check_hugging_face(cfg: Config) -> None:
+    c = cfg.checkpoint
+    if c.initial_load_in_hf and not c.initial_load_path and not cfg.model.hf_assets_path:
+        raise ConfigError(
+            "checkpoint.initial_load_in_hf=true needs a Hugging Face folder: set checkpoint.initial_load_path or model.hf_assets_path",
+            "checkpoint.initial_load_in_hf",
+        )
+    if c.initial_load_path and not c.initial_load_in_hf and not re.fullmatch(r"step-\d+", Path(c.initial_load_path).name):
+        raise ConfigError(
+            f"checkpoint.initial_load_path={c.initial_load_path!r} is not a checkpoint's folder .../step-N: is it a Hugging Face folder? then set "
+            f"checkpoint.initial_load_in_hf=true",
+            "checkpoint.initial_load_path",
+        )
+    if c.last_save_in_hf:
+        if not c.enable:
+            raise ConfigError("checkpoint.last_save_in_hf=true needs checkpoint.enable=true", "checkpoint.last_save_in_hf", "checkpoint.enable")
+        config_from(get_args(cfg.model), get_hf(cfg.model))  # now, not at the end
+
+
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     args, tp = get_args(cfg.model), degrees.tp
     key = "parallelism.tensor_parallel_degree"
@@ -86,7 +109,7 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(
-                f"{key}={tp} must divide {cfg.model.name} {cfg.model.flavor}'s {name}={size}: "
+                f"{key}={tp} must divide {cfg.model.title}'s {name}={size}: "
                 f"use one of {divisors(math.gcd(*sizes.values()))}",
                 key,
             )

@@ -43,7 +43,16 @@ def joined(sums: dict[str, Tensor], keys: list[str], process_group: dist.Process
         dist.all_reduce(added, group=process_group)
         dist.all_reduce(plain, dist.ReduceOp.MAX, group=process_group)
     found = torch.where(plain < 0, added % 2**32, plain).tolist()
-    return {key: f"{words:08x}{highs:08x}" for key, (words, highs) in zip(keys, found)}
+    return {key: _hex(*sums) for key, sums in zip(keys, found)}
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """Of a plain tensor, as this rank alone has it."""
+    return _hex(*local_sums(tensor)[1].tolist())
+
+
+def _hex(words: int, highs: int) -> str:
+    return f"{words:08x}{highs:08x}"
 
 
 def holds_first_replica(tensor: DTensor) -> bool:

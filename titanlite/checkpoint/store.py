@@ -12,7 +12,7 @@ import time
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -44,7 +44,8 @@ from titanlite.checkpoint.integrity import (
     seal_manifest,
 )
 from titanlite.checkpoint.match import describe, keys_to_load
-from titanlite.checkpoint.writer import checksumming_writer, step_reader
+from titanlite.checkpoint.streaming import making_planner
+from titanlite.checkpoint.writer import METADATA, checksumming_writer, step_reader
 from titanlite.parallel.collective import (
     gathered,
     gathered_on_rank_0,
@@ -56,7 +57,6 @@ from titanlite.parallel.collective import (
 )
 from titanlite.utils import logger
 
-METADATA = ".metadata"  # DCP's index: which bytes of which file hold which part of a tensor
 RANK_STATE = "rank_state"  # the folder of what each rank alone knows
 
 
@@ -68,12 +68,14 @@ def save(
     extra: dict[str, Any],
     keep_latest_k: int,
     rank_state: dict[str, Any] | None = None,
+    make: Callable[[str], Tensor] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Commits `state` as step-N, then deletes all but the newest `keep_latest_k` steps (0: none). Collective.
 
     A plain tensor must be equal on all ranks that hold its key; any of them may be the one that is written. `extra`
     (JSON) goes into the manifest, `rank_state` (JSON, each rank's own) into rank_state/RANK.json. A committed step stays as it is.
+    With `make` the tensors of `state` are on meta, and each is made by its key when it is written.
     When this returns on any rank, the step is committed. If any rank cannot write, all raise OSError and nothing is left.
     """
     from torch.distributed import checkpoint as dcp
@@ -93,14 +95,16 @@ def save(
         writer, checksums = checksumming_writer(place, per_thread_copy_ahead=ahead_bytes)
         # Our checksums stand in for those that torch would put into each tensor's record.
         unchecked = serialization.patch("save.compute_crc32", False)
-        with ThreadPoolExecutor(1) as pool, _dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
-            sums = pool.submit(lambda: {key: local_sums(tensor) for key, tensor in state.items()})
-            dcp.save(state, storage_writer=writer, process_group=process_group, no_dist=not dist.is_initialized())
+        with ThreadPoolExecutor(1) as pool, dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
+            planner = making_planner(make, pool) if make else None
+            sums = None if make else pool.submit(lambda: {key: local_sums(tensor) for key, tensor in state.items()})
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not dist.is_initialized())
+            sums = {key: one.result() for key, one in planner.sums.items()} if make else sums.result()
         if rank_state is not None:
             write = lambda: checksums.update(_write_rank_state(place, rank_state, process_group))  # noqa: E731
             on_all_ranks(write, process_group, errors=OSError)
         checksums = {name: crc for one in gathered_on_rank_0(checksums, process_group) for name, crc in one.items()}
-        facts = {"step": step, "tensors": _described(place, sums.result(), process_group), **extra}
+        facts = {"step": step, "tensors": _described(place, sums, process_group), **extra}
         on_rank_0(lambda: _commit(folder, place, checksums, facts, started, process_group), process_group)
         committed = True
     finally:
@@ -151,7 +155,7 @@ def load(
         # A new dict: DCP assigns to the entries of the one it is given.
         wanted = {key: tensor for key, tensor in state.items() if key in keys}
         try:
-            with _dcp_failures(f"cannot read {path}"):
+            with dcp_failures(f"cannot read {path}"):
                 dcp.load(
                     wanted,
                     storage_reader=step_reader(path),
@@ -314,7 +318,7 @@ def _check_written(path: Path, checksums: dict[str, str]) -> dict[str, int]:
 
 
 @contextmanager
-def _dcp_failures(what: str) -> Iterator[None]:
+def dcp_failures(what: str) -> Iterator[None]:
     """Raises OSError, the same on all ranks, for what DCP raises: a BaseException that collects all ranks' errors."""
     from torch.distributed.checkpoint import CheckpointException
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+METADATA = ".metadata"  # DCP's index: which bytes of which file hold which part of a tensor
+
 
 def step_reader(path: Path) -> Any:
     """DCP's reader; `path` may be universal_pathlib's of a remote store."""

@@ -86,7 +86,7 @@ def build_tokenizer(cfg: Model, run_dir: Path | None, source: Source | None) -> 
     bpe is read from run_dir/tokenizer.json, or trained on `source` and kept there: call it on one rank first. Raises
     ConfigError where a file, the vocabulary's size or the end token is missing.
     """
-    kind = cfg.tokenizer or ("hf" if cfg.hf_assets_path else "byte")
+    kind = tokenizer_kind(cfg)
     if kind == "byte":
         return ByteTokenizer()
     if kind == "hf":
@@ -105,6 +105,10 @@ def build_tokenizer(cfg: Model, run_dir: Path | None, source: Source | None) -> 
     if end_id is None:
         raise ConfigError(f"model.tokenizer=bpe: {file} has no token {BPE_END!r}", "model.tokenizer")
     return SubwordTokenizer(backend, end_id, end_id, marks_in_text=False)
+
+
+def tokenizer_kind(cfg: Model) -> str:
+    return cfg.tokenizer or ("hf" if cfg.hf_assets_path else "byte")
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:

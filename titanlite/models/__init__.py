@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,19 +10,30 @@ import torch
 from torch import nn
 
 from titanlite.config import Model
+from titanlite.models.decoder import DecoderArgs
+from titanlite.models.hf import HFFamily, args_from, read_config
 from titanlite.models.layers import LinearScaling, NTKScaling, RopeScaling, Scaling, YarnScaling
 from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, nearest
 
 FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "minimax")}
+HF_TYPES = {"llama": "llama3"} | {name: name for name in FAMILIES if name != "llama3"}  # config.json's model_type -> family
 
 
 def get_family(cfg: Model) -> ModuleType:
-    """The package of `model.name`: a known family or an import path."""
+    """The package of `model.name`: a known family, an import path, or what config.json in `model.hf_assets_path` says."""
+    if cfg.name == "hf":
+        kind = read_config(hf_folder(cfg))["model_type"]
+        if kind not in HF_TYPES:
+            raise ConfigError(
+                f"{hf_folder(cfg) / 'config.json'}: model_type={kind!r} is not supported: expected one of {', '.join(HF_TYPES)}",
+                "model.hf_assets_path",
+            )
+        cfg = dataclasses.replace(cfg, name=HF_TYPES[kind])
     path = FAMILIES.get(cfg.name, cfg.name)
     if path == cfg.name and not ("." in path and all(part.isidentifier() for part in path.split("."))):
         raise ConfigError(
-            f"model.name={cfg.name!r}: expected one of {sorted(FAMILIES)} or an import path{nearest(cfg.name, FAMILIES)}",
+            f"model.name={cfg.name!r}: expected one of {sorted(FAMILIES)}, 'hf' or an import path{nearest(cfg.name, FAMILIES)}",
             "model.name",
         )
     try:
@@ -34,8 +46,8 @@ def get_family(cfg: Model) -> ModuleType:
 
 
 def get_args(cfg: Model) -> Any:
-    """The sizes of `model.flavor` with what the configuration overrides."""
-    flavors = get_family(cfg).FLAVORS
+    """The sizes of `model.flavor`, or of config.json, with what the configuration overrides."""
+    flavors = {cfg.flavor: _hf_args(cfg)} if cfg.name == "hf" else get_family(cfg).FLAVORS
     if cfg.flavor not in flavors:
         raise ConfigError(
             f"model.flavor={cfg.flavor!r}: {cfg.name} has {', '.join(flavors)}{nearest(cfg.flavor, flavors)}",
@@ -82,6 +94,28 @@ def _rope_scaling(cfg: Model) -> Scaling | None:
         "yarn": YarnScaling,
         "llama3": lambda factor, original: RopeScaling(factor, original_max_position=original),
     }[cfg.rope_scaling](*values)
+
+
+def get_hf(cfg: Model) -> HFFamily:
+    """What the family of `model.name` is called in a Hugging Face folder."""
+    family = get_family(cfg).__name__
+    try:
+        return importlib.import_module(f"{family}.hf").HF
+    except ModuleNotFoundError as e:
+        if e.name != f"{family}.hf":
+            raise
+        raise ConfigError(f"model.name={cfg.name!r}: the package lacks hf.py with HF, its Hugging Face twin", "model.name") from e
+
+
+def hf_folder(cfg: Model) -> Path:
+    if cfg.hf_assets_path is None:
+        raise ConfigError("model.name='hf' needs model.hf_assets_path, a folder with config.json", "model.name")
+    return Path(cfg.hf_assets_path).expanduser()
+
+
+def _hf_args(cfg: Model) -> DecoderArgs:
+    folder = hf_folder(cfg)
+    return args_from(read_config(folder), get_hf(cfg), folder / "config.json")
 
 
 def get_plan(cfg: Model) -> ParallelPlan:
