@@ -104,12 +104,12 @@ def test_config_prints_every_key_its_value_and_where_it_comes_from(tmp_path, cap
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["trian"], "unknown command 'trian': expected one of train, config, verify, generate, checkpoint; did you mean 'train'?"),
+        (["trian"], "unknown command 'trian': expected one of train, config, verify, generate, checkpoint, import, export; did you mean 'train'?"),
         (["--nproc", "2"], "unknown command '--nproc'"),
         (["train"], "the TOML file is missing. usage: titanlite train CONFIG.toml"),
         (["train", "--training.steps", "3"], "the TOML file is missing"),
         (["train", "nope.toml"], "cannot read the configuration nope.toml: No such file or directory"),
-        (["config"], "the TOML file is missing. usage: titanlite config CONFIG.toml"),
+        (["config"], "the TOML file is missing. usage: titanlite config [--from-torchtitan] CONFIG.toml"),
         (["config", DEBUG, "--training.stepz", "3"], "unknown option --training.stepz; did you mean 'training.steps'?"),
         (["train", DEBUG, "--nproc"], "--nproc: expected a number of processes, at least 1"),
         (["train", DEBUG, "--nproc", "0"], "--nproc 0: expected a number of processes, at least 1"),

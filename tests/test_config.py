@@ -194,7 +194,7 @@ def test_help_shows_every_key_and_the_files_values(toml):
         ("extend = 'base.toml'\n", ":1: unknown key 'extend'; did you mean 'extends'?"),
         ("[training]\nextends = 'base.toml'\n", ":2: unknown key 'training.extends'; did you mean 'extends'?"),
         ("\n[trainning]\nsteps = 3\n", ":2: unknown section [trainning]; did you mean 'training'?"),
-        ("[profiling]\nenable_profiling = true\n", ":1: unknown section [profiling]"),
+        ("[profilingg]\nenable_profiling = true\n", ":1: unknown section [profilingg]; did you mean 'profiling'?"),
         ("[training.data_loader]\n", ":1: unknown section [training.data_loader]; did you mean 'training.dataloader'?"),
         ("training = 3\n", ":1: training = 3: expected a section, [training]"),
         ("[[training]]\nsteps = 3\n", ":1: training = [{'steps': 3}]: expected a section, [training]"),
@@ -334,7 +334,7 @@ def test_a_key_that_may_be_none_is_none_by_default_since_toml_cannot_say_it():
 def test_every_key_is_read_by_some_code_or_is_text_for_people():
     read = set()
     for path in Path(titanlite.__file__).parent.rglob("*.py"):
-        if path.name != "config.py":
+        if path.name not in ("config.py", "torchtitan.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute):
                     read.add(node.attr)

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder, step_folders
 from titanlite.checkpoint.integrity import read_manifest
-from titanlite.config import Config, Origins, to_dict
+from titanlite.config import KEYS, Config, Origins, to_dict
 from titanlite.launch import EXIT_CODE_FILE, run_as_command, run_dir
 from titanlite.parallel.degrees import resolve_degrees
+from titanlite.torchtitan import LACKING
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest, setup_logging
 
 TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
-CONFIG_USAGE = "titanlite config CONFIG.toml [--section.key value ...]"
+CONFIG_USAGE = "titanlite config [--from-torchtitan] CONFIG.toml [--section.key value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,7 +125,16 @@ def _torchrun(nproc: int, timeout_s: int, args: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
-    """Print the resolved configuration, and where each value comes from."""
+    """Print the resolved configuration, and where each value comes from; or what a torchtitan file says here."""
+    if argv[:1] == ["--from-torchtitan"]:
+        if len(argv) != 2:
+            raise ConfigError(f"--from-torchtitan takes one TOML file. usage: {CONFIG_USAGE}")
+        from titanlite.convert import report
+
+        lines, missing = report(Path(argv[1]))
+        print("\n".join(lines))
+        print(f"\n{missing} of these ask for what is missing here" if missing else "\nit runs as it is")
+        return EXIT_USER if missing else EXIT_DONE
     return run_as_command(_print_config, argv, CONFIG_USAGE)
 
 
@@ -133,6 +143,8 @@ def _print_config(cfg: Config, origins: Origins) -> int:
     width = max(map(len, values.values()))
     for key, value in values.items():
         print(f"{value:<{width}}  # {origins.get(key, 'default')}")
+    for key in origins.keys() - KEYS:
+        print(f"# {key} has no effect: {LACKING[key].why} ({origins[key]})")
     return EXIT_DONE
 
 

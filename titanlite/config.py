@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from titanlite import torchtitan
 from titanlite.utils import ConfigError, is_utf8, nearest
 
 
@@ -28,7 +29,7 @@ class Job:
 class Model:
     name: str = "llama3"  # a family under titanlite/models, an import path `my_pkg.my_family`, or hf: what hf_assets_path's config.json says
     flavor: str = "debugmodel"  # a size of that family; not used with name = "hf"
-    vocab_size: int | None = None  # None: the flavor's own
+    vocab_size: int | None = None  # None: the flavor's own, or of a debug model as many as a Hugging Face tokenizer has
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
     attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
     rope_theta: float | None = None  # base of the rotary frequencies; None: the flavor's own, as below
@@ -171,6 +172,17 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False  # traces of some steps by torch.profiler, for Perfetto or chrome://tracing
+    save_traces_folder: str = "profile_traces"  # inside the run's folder
+    profile_freq: int = 10  # steps between traces
+    profiler_active: int = 1  # steps in a trace
+    profiler_warmup: int = 3  # steps before it that the profiler runs without keeping anything
+    enable_memory_snapshot: bool = False  # of CUDA memory, every profile_freq steps and where it runs out
+    save_memory_snapshot_folder: str = "memory_snapshot"
+
+
+@dataclass(frozen=True)
 class Comm:
     init_timeout_seconds: int = 300  # for a collective until the first step has ended
     train_timeout_seconds: int = 100  # after it
@@ -196,6 +208,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
 
@@ -204,7 +217,8 @@ class Help(Exception):
     """`--help` was among the overrides: its text."""
 
 
-Origins = Mapping[str, str]  # dotted key -> "file:line" or "the command line"; a key not in it stands at its default
+# Dotted key -> "file:line" or "the command line"; a key not in it stands at its default, one not in KEYS is torchtitan's and has no effect.
+Origins = Mapping[str, str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
@@ -216,7 +230,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     found = _read_toml(path, seen=())
     cfg = Config()
     for key, (value, origin) in found.items():
-        cfg = _replace(cfg, key, _checked(key, value, origin))
+        if key in KEYS:
+            cfg = _replace(cfg, key, checked(key, value, origin))
     origins = {key: origin for key, (_, origin) in found.items()}
     if overrides:
         cfg, given = _apply_overrides(cfg, overrides)
@@ -290,8 +305,8 @@ def _replace(cfg: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(cfg, **{name: _replace(getattr(cfg, name), rest, value) if rest else value})
 
 
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
-    """Dotted key -> (value, "file:line"), those of `extends` first."""
+def read_table(path: Path) -> tuple[str, dict[str, Any]]:
+    """A TOML file's text and what it says. Raises ConfigError where it cannot be read."""
     import tomli
 
     try:
@@ -301,12 +316,17 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 at byte {e.start}") from e
     try:
-        table = tomli.loads(text)
+        return text, tomli.loads(text)
     except tomli.TOMLDecodeError as e:
         raise ConfigError(f"{path}:{min(e.lineno, max(len(text.splitlines()), 1))}: not TOML: {e.msg}") from e
 
+
+def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
+    """Dotted key -> (value, "file:line"), those of `extends` first."""
+    text, table = read_table(path)
     found: dict[str, tuple[Any, str]] = {}
-    lines = _key_lines(text)
+    lacking: dict[str, tuple[Any, str]] = {}  # torchtitan's, of no effect here
+    lines = key_lines(text)
     base = table.pop("extends", None)
     if base is not None:
         where = f"{path}:{lines.get('extends', 1)}"
@@ -327,7 +347,14 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
                 raise ConfigError(f"{where}: unknown key {prefix}{json.dumps(name)}: in quotes it is one name, not a path")
             elif key in KEYS:
                 found[key] = (value, where)
-            elif key in SECTIONS and isinstance(value, dict):
+            elif key in torchtitan.RENAMED:
+                ours, values = torchtitan.RENAMED[key]
+                if not isinstance(value, str) or values and value not in values:
+                    raise ConfigError(f"{where}: {key} = {value!r}: here {ours}, of torchtitan's values {list(values) or 'a path'}")
+                found[ours] = (values.get(value, value), f"{where} ({key})")
+            elif key in torchtitan.LACKING:
+                lacking[key] = (value, where)
+            elif key in {*SECTIONS, *torchtitan.SECTIONS} and isinstance(value, dict):
                 walk(value, key + ".")
             elif key in SECTIONS:
                 raise ConfigError(f"{where}: {key} = {value!r}: expected a section, [{key}]")
@@ -337,10 +364,14 @@ def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]
                 raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, [*KEYS, 'extends'])}")
 
     walk(table, "")
-    return found
+    for key, (value, where) in lacking.items():
+        if torchtitan.is_missed(key, value, {k: v for k, (v, _) in (found | lacking).items()}):
+            why = torchtitan.LACKING[key].why
+            raise ConfigError(f"{where}: {key} = {value!r}: titanlite has no such key: {why}; remove it, or leave it at {torchtitan.LACKING[key].default!r}")
+    return found | lacking
 
 
-def _key_lines(text: str) -> dict[str, int]:
+def key_lines(text: str) -> dict[str, int]:
     """Dotted key or section -> the line its statement starts on (tomli gives lines for syntax errors only)."""
     import tomli
 
@@ -397,7 +428,7 @@ def _convert(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
-def _checked(key: str, value: Any, where: str) -> Any:
+def checked(key: str, value: Any, where: str) -> Any:
     try:
         return _convert(value, KEYS[key])
     except TypeError:

@@ -10,27 +10,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder
-from titanlite.config import Config, Origins, to_toml
+from titanlite.config import KEYS, Config, Origins, to_toml
 from titanlite.data.loader import TrainLoader, build_train_loader, validation_batches
 from titanlite.data.sources import Source, build_source
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
 from titanlite.models import get_args
 from titanlite.observe.metrics import MetricsLogger, StepTimer
+from titanlite.observe.profiler import profiling
 from titanlite.parallel.collective import on_rank_0, rank_0_first
 from titanlite.parallel.compat import set_timeout
 from titanlite.resume import Saver, export_last, find_checkpoint, setup_from
 from titanlite.run_folder import open_run_folder, record_start
+from titanlite.torchtitan import LACKING
 from titanlite.trainer import Run, join, next_microbatches, step_record, train_step, validation_loss
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
 from titanlite.validate import global_batch_size
 
 
-def train(cfg: Config, _: Origins) -> int:
+def train(cfg: Config, origins: Origins) -> int:
     """Trains up to `training.steps`, from the run's newest checkpoint where there is one. Returns the exit code."""
     mesh = join(cfg)
     t = cfg.training
     with open_run_folder(cfg, mesh) as folder:
+        for key in origins.keys() - KEYS:
+            logger.warning(f"{key} has no effect: {LACKING[key].why} ({origins[key]})")
         if cfg.job.print_config:
             logger.info(to_toml(cfg))
         checkpoints = checkpoint_folder(cfg, folder)
@@ -56,7 +60,8 @@ def train(cfg: Config, _: Origins) -> int:
             validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
         saver = Saver(run, loader, checkpoints, data=source.fingerprint) if cfg.checkpoint.enable else None
         try:
-            code = _loop(run, loader, folder, validate_now, saver)
+            with profiling(cfg.profiling, folder, rank=mesh.rank, step=run.step) as step_ended:
+                code = _loop(run, loader, folder, validate_now, saver, step_ended)
             if cfg.checkpoint.last_save_in_hf and code == EXIT_DONE:
                 export_last(run, folder, checkpoints)
             return code
@@ -66,7 +71,7 @@ def train(cfg: Config, _: Origins) -> int:
 
 
 def _loop(
-    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float | None] | None, saver: Saver | None
+    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float | None] | None, saver: Saver | None, step_ended: Callable[[], None]
 ) -> int:
     cfg, steps = run.cfg, run.cfg.training.steps
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,6 +100,7 @@ def _loop(
                 set_timeout(cfg.comm.train_timeout_seconds, group)
         if run.step % cfg.training.gc_freq == 0:
             gc.collect(1)
+        step_ended()
         if last:
             break
     loader.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config import Config, Model
+from titanlite.config import Config, Model, Profiling
 from titanlite.models import get_args, get_hf, get_model, get_plan
 from titanlite.models.hf import config_from
 from titanlite.parallel.compat import read_csv_schedule
@@ -60,6 +60,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "checkpoint.enable",
         )
     _check_hugging_face(cfg)
+    _check_profiling(cfg.profiling)
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
@@ -79,6 +80,19 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "lr_scheduler.min_lr_factor",
         )
     return degrees
+
+
+def _check_profiling(cfg: Profiling) -> None:
+    keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
+    if cfg.enable_profiling and cfg.profile_freq < cfg.profiler_warmup + cfg.profiler_active:
+        raise ConfigError(
+            f"{keys[0]}={cfg.profile_freq} must be at least {keys[1]}={cfg.profiler_warmup} + {keys[2]}={cfg.profiler_active} = "
+            f"{cfg.profiler_warmup + cfg.profiler_active}",
+            *keys,
+        )
+    if cfg.enable_memory_snapshot and not torch.cuda.is_available():
+        key = "profiling.enable_memory_snapshot"
+        raise ConfigError(f"{key}=true needs CUDA devices: PyTorch keeps no history of other memory; use false", key)
 
 
 def _check_hugging_face(cfg: Config) -> None:
@@ -324,7 +338,7 @@ _AT_LEAST = {
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "checkpoint.max_failed_saves": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
-    "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
+    "profiling.profile_freq": 1, "profiling.profiler_active": 1, "profiling.profiler_warmup": 0, "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
     "training.mtp_loss_weight": 0, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
     "parallelism.pipeline_parallel_first_stage_less_layers": 0, "parallelism.pipeline_parallel_last_stage_less_layers": 0,
 }  # fmt: skip

@@ -42,7 +42,7 @@ def build():
 def rows_of(batches):
     """[R, 4, S]: the rows of a step, with documents filled in."""
     full = [b._replace(documents=torch.zeros_like(b.tokens) if b.documents is None else b.documents) for b in batches]
-    return torch.cat([torch.stack(b, dim=1) for b in full])
+    return torch.cat([torch.stack(b[:4], dim=1) for b in full])
 
 
 def read(loaders, steps):
