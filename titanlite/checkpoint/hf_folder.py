@@ -67,12 +67,13 @@ def checked_tensors(cfg: Model, folder: Path) -> dict[str, Stored]:
 
 
 def _is_extra(name: str, args: Any) -> bool:
-    """What files may hold besides the model: a tied head, tables of old versions, layers that predict further tokens."""
+    """What files may hold besides the model: a tied head, layers that predict further tokens, tables that are computed."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         name.endswith("rotary_emb.inv_freq")
         or (name == "lm_head.weight" and args.tie_embeddings)
-        or (layer is not None and args.latent is not None and int(layer[1]) >= args.n_layers)
+        or (layer is not None and int(layer[1]) >= args.n_layers)
+        or name.endswith(("self_attn.slope_rate", "_decay"))
     )
 
 
@@ -122,6 +123,8 @@ def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]):
     from safetensors import safe_open
 
     stored, twins = checked_tensors(cfg, folder), twins_of(cfg)
+    if orphans := [key for key in state if not twins(key.removeprefix("model."))]:
+        raise ConfigError(f"a Hugging Face folder of {get_hf(cfg).model_type} has no place for {orphans[0]}: set model.mtp_depth=0", "model.mtp_depth")
     opened: list[tuple[Path, Any]] = []
 
     def file_of(path: Path) -> Any:
@@ -132,7 +135,8 @@ def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]):
     def make(key: str) -> Tensor:
         tensor = torch.empty(state[key].shape, dtype=state[key].dtype)
         for twin in twins(key.removeprefix("model.")):
-            twin.here(tensor).copy_(twin.there(file_of(stored[twin.name].path).get_tensor(twin.name)))
+            for ours, theirs in twin.pairs(tensor, file_of(stored[twin.name].path).get_tensor(twin.name)):
+                ours.copy_(theirs)
         return tensor
 
     yield make
@@ -190,12 +194,13 @@ def _parts_planner(state: Mapping[str, Tensor], stored: Mapping[str, Stored], tw
 
         def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
             twin, local, start = parts[item.dest_index.index]
-            if not twin.head:
-                twin.here(local, start[0] if start else 0).copy_(twin.there(tensor))
-                return
-            heads = torch.empty_like(tensor)  # whole ones, of which `local` may begin and end with parts
-            twin.here(heads).copy_(twin.there(tensor))
-            local.copy_(heads[start[0] - item.storage_offsets[0] :][: len(local)])
+            part = local
+            if twin.head:  # whole heads, of which `local` may begin and end with parts
+                part = tensor.new_empty(len(tensor) // twin.lanes, *tensor.shape[1:])
+            for ours, theirs in twin.pairs(part, tensor, start[0] if start else 0):
+                ours.copy_(theirs)
+            if twin.head:
+                local.copy_(part[start[0] % twin.head :][: len(local)])
 
     return PartsPlanner()
 
@@ -210,5 +215,5 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
 
 def warn_of_unused_keys(cfg: Model) -> None:
     """Tells of keys of config.json that nothing reads."""
-    if cfg.name == "hf" and (keys := unused_keys(read_config(hf_folder(cfg)), get_hf(cfg))):
+    if cfg.name == "hf" and (keys := unused_keys(read_config(hf_folder(cfg)), get_hf(cfg), get_args(cfg))):
         logger.warning(f"{hf_folder(cfg) / 'config.json'}: not used: {', '.join(keys)}")
