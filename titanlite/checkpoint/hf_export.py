@@ -136,7 +136,8 @@ def _values(tensors: list[Written], step: Step) -> Iterator[Tensor]:
         for key, twin in tensor.parts:
             if key not in ours:
                 ours[key] = step.tensor(key)
-            twin.there(values).copy_(twin.here(ours[key]))
+            for part, theirs in twin.pairs(ours[key], values):
+                theirs.copy_(part)
             if last_use[key] == i:
                 del ours[key]
         yield values

@@ -1,5 +1,6 @@
 """Reads the weights of a Hugging Face folder: what there is, whether it fits a model, and any part of it into any layout."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from titanlite.checkpoint.store import dcp_failures
 from titanlite.config import Model
-from titanlite.models import get_args, get_hf, get_model, hf_folder
-from titanlite.models.hf import read_config, unused_keys
+from titanlite.models import OVERRIDES, get_args, get_hf, get_model, hf_folder
+from titanlite.models.hf import args_from, read_config, unused_keys
 from titanlite.models.hf_weights import Twin
 from titanlite.parallel.collective import on_rank_0
 from titanlite.utils import ConfigError, logger
@@ -44,10 +45,10 @@ def twins_of(cfg: Model) -> Callable[[str], list[Twin]]:
 
 def checked_tensors(cfg: Model, folder: Path) -> dict[str, Stored]:
     """Name -> tensor of the folder, of every one that the model needs. Raises ConfigError, once, for all that is missing or other."""
-    stored, args = _stored_tensors(folder), get_args(cfg)
-    twins = twins_of(cfg)
-    model = get_model(cfg, torch.float32)
-    state = model.state_dict()
+    config, args, twins = read_config(folder), get_args(cfg), twins_of(cfg)
+    _check_sizes(cfg, config, folder / "config.json")
+    stored = _stored_tensors(folder)
+    state = get_model(cfg, torch.float32).state_dict()
     if getattr(args, "tie_embeddings", False):  # a copy of the head may lie there: it is not used
         state.pop("output.weight")
     wanted = {twin.name: twin.shape(list(tensor.shape)) for name, tensor in state.items() for twin in twins(name)}
@@ -56,7 +57,7 @@ def checked_tensors(cfg: Model, folder: Path) -> dict[str, Stored]:
         for name, shape in wanted.items()
         if name not in stored or stored[name].shape != shape
     ]
-    problems += [f"{name} {stored[name].shape} belongs to no part of the model" for name in stored.keys() - wanted.keys() if not _is_extra(name, args)]
+    problems += [f"{name} {stored[name].shape} belongs to no part of the model" for name in stored.keys() - wanted.keys() if not _is_extra(name, config)]
     if problems:
         raise ConfigError(
             f"{folder} does not hold the model of its config.json, or of the configuration; {len(problems)} tensors differ:\n  "
@@ -66,14 +67,42 @@ def checked_tensors(cfg: Model, folder: Path) -> dict[str, Stored]:
     return {name: stored[name] for name in wanted}
 
 
-def _is_extra(name: str, args: Any) -> bool:
-    """What files may hold besides the model: a tied head, tables of old versions, layers that predict further tokens."""
+def _is_extra(name: str, config: Mapping[str, Any]) -> bool:
+    """What files may hold besides the model: a tied head, layers that predict further tokens, tables that are computed."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
-        name.endswith("rotary_emb.inv_freq")
-        or (name == "lm_head.weight" and args.tie_embeddings)
-        or (layer is not None and args.latent is not None and int(layer[1]) >= args.n_layers)
+        name.endswith(("rotary_emb.inv_freq", "self_attn.slope_rate", "_decay"))
+        or (name == "lm_head.weight" and config.get("tie_word_embeddings", False))
+        or (layer is not None and 0 <= int(layer[1]) - config["num_hidden_layers"] < (config.get("num_nextn_predict_layers") or 0))
     )
+
+
+FREE = {"attention", "mtp_depth", "head_dim", "n_kv_heads", "balance_loss", "bias_speed", "capacity_factor"}  # of training, or seen in shapes
+
+
+def _check_sizes(cfg: Model, config: Mapping[str, Any], path: Path) -> None:
+    """Raises ConfigError where weights would be of a model that computes otherwise, which their shapes need not show."""
+    hf = get_hf(cfg)
+    if config["model_type"] != hf.model_type:
+        raise ConfigError(
+            f"{path}: model_type={config['model_type']!r}, but {cfg.title} is {hf.model_type!r}: use model.name='hf'", "model.name", "checkpoint.initial_load_path"
+        )
+    theirs, ours = (_leaves(dataclasses.asdict(args)) for args in (args_from(config, hf, path), get_args(cfg)))
+    given = {key for key in OVERRIDES if getattr(cfg, key) is not None}
+    differ = [name for name in (ours | theirs) if ours.get(name) != theirs.get(name) and not {name, name.split(".")[0], name.split(".")[-1]} & (FREE | given)]
+    if differ:
+        raise ConfigError(
+            f"{path} says {', '.join(f'{name}={theirs.get(name)}' for name in differ[:3])}; {cfg.title} has "
+            f"{', '.join(str(ours.get(name)) for name in differ[:3])}: use model.name='hf', or another flavor",
+            "model.name", "model.flavor", "checkpoint.initial_load_path",
+        )  # fmt: skip
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in table.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
 
 
 def _stored_tensors(folder: Path) -> dict[str, Stored]:
@@ -122,6 +151,8 @@ def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]):
     from safetensors import safe_open
 
     stored, twins = checked_tensors(cfg, folder), twins_of(cfg)
+    if orphans := [key for key in state if not twins(key.removeprefix("model."))]:
+        raise ConfigError(f"a Hugging Face folder of {get_hf(cfg).model_type} has no place for {orphans[0]}: set model.mtp_depth=0", "model.mtp_depth")
     opened: list[tuple[Path, Any]] = []
 
     def file_of(path: Path) -> Any:
@@ -132,7 +163,8 @@ def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]):
     def make(key: str) -> Tensor:
         tensor = torch.empty(state[key].shape, dtype=state[key].dtype)
         for twin in twins(key.removeprefix("model.")):
-            twin.here(tensor).copy_(twin.there(file_of(stored[twin.name].path).get_tensor(twin.name)))
+            for ours, theirs in twin.pairs(tensor, file_of(stored[twin.name].path).get_tensor(twin.name)):
+                ours.copy_(theirs)
         return tensor
 
     yield make
@@ -190,12 +222,13 @@ def _parts_planner(state: Mapping[str, Tensor], stored: Mapping[str, Stored], tw
 
         def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
             twin, local, start = parts[item.dest_index.index]
-            if not twin.head:
-                twin.here(local, start[0] if start else 0).copy_(twin.there(tensor))
-                return
-            heads = torch.empty_like(tensor)  # whole ones, of which `local` may begin and end with parts
-            twin.here(heads).copy_(twin.there(tensor))
-            local.copy_(heads[start[0] - item.storage_offsets[0] :][: len(local)])
+            part = local
+            if twin.head:  # whole heads, of which `local` may begin and end with parts
+                part = tensor.new_empty(len(tensor) // twin.lanes, *tensor.shape[1:])
+            for ours, theirs in twin.pairs(part, tensor, start[0] if start else 0):
+                ours.copy_(theirs)
+            if twin.head:
+                local.copy_(part[start[0] % twin.head :][: len(local)])
 
     return PartsPlanner()
 
@@ -210,5 +243,5 @@ def _local_part(tensor: Tensor) -> tuple[Tensor, list[int]]:
 
 def warn_of_unused_keys(cfg: Model) -> None:
     """Tells of keys of config.json that nothing reads."""
-    if cfg.name == "hf" and (keys := unused_keys(read_config(hf_folder(cfg)), get_hf(cfg))):
+    if cfg.name == "hf" and (keys := unused_keys(read_config(hf_folder(cfg)), get_hf(cfg), get_args(cfg))):
         logger.warning(f"{hf_folder(cfg) / 'config.json'}: not used: {', '.join(keys)}")

@@ -19,7 +19,7 @@ from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, nearest
 
 FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{name}" for name in ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss", "minimax")}
-HF_TYPES = {"llama": "llama3"} | {name: name for name in FAMILIES if name != "llama3"}  # config.json's model_type -> family
+HF_TYPES = {"llama": "llama3", "deepseek_v2": "deepseek_v3"} | {name: name for name in FAMILIES if name != "llama3"}  # config.json's model_type -> family
 
 
 ALIASES = {  # names that torchtitan gives -> ours
@@ -69,18 +69,18 @@ def get_args(cfg: Model) -> Any:
         given["vocab_size"] = max(args.vocab_size, _tokens_of(cfg))
     for key, value in given.items():
         if not hasattr(args, key):
-            raise ConfigError(f"model.{key}={value!r}: {cfg.name} {cfg.flavor} has no such size: leave it out", f"model.{key}")
+            raise ConfigError(f"model.{key}={value!r}: {cfg.title} has no such size: leave it out", f"model.{key}")
     if "rope_scaling" in given:
         given["rope_scaling"] = _rope_scaling(cfg)
     if cfg.moe_capacity_factor is not None:
         if getattr(args, "moe", None) is None:
             raise ConfigError(
-                f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.name} {cfg.flavor} has no experts", "model.moe_capacity_factor"
+                f"model.moe_capacity_factor={cfg.moe_capacity_factor}: {cfg.title} has no experts", "model.moe_capacity_factor"
             )
         given["moe"] = dataclasses.replace(args.moe, capacity_factor=cfg.moe_capacity_factor)
     if given.get("mtp_depth") and given.get("tie_embeddings", args.tie_embeddings):
         raise ConfigError(
-            f"model.mtp_depth={cfg.mtp_depth}: {cfg.name} {cfg.flavor} ties its head to the embedding, which prediction further ahead holds "
+            f"model.mtp_depth={cfg.mtp_depth}: {cfg.title} ties its head to the embedding, which prediction further ahead holds "
             "too: set model.tie_embeddings=false",
             "model.mtp_depth",
             "model.tie_embeddings",
@@ -134,11 +134,15 @@ def get_hf(cfg: Model) -> HFFamily:
     """What the family of `model.name` is called in a Hugging Face folder."""
     family = get_family(cfg).__name__
     try:
-        return importlib.import_module(f"{family}.hf").HF
+        twins = importlib.import_module(f"{family}.hf").HF
+        if cfg.name == "hf":
+            kind = read_config(hf_folder(cfg))["model_type"]
+            return next(twin for twin in twins if twin.model_type == kind)
+        return next(twin for twin in twins if twin.fits(get_args(cfg)))
     except ModuleNotFoundError as e:
         if e.name != f"{family}.hf":
             raise
-        raise ConfigError(f"model.name={cfg.name!r}: the package lacks hf.py with HF, its Hugging Face twin", "model.name") from e
+        raise ConfigError(f"model.name={cfg.name!r}: the package lacks hf.py with HF, its Hugging Face twins", "model.name") from e
 
 
 def hf_folder(cfg: Model) -> Path:

@@ -35,7 +35,7 @@ BIASES: Names = {"qkv_bias": ("attention_bias", False), "out_bias": ("attention_
 FULL_ATTENTION = {"use_sliding_window": False}
 # Of no consequence for what is computed here.
 UNUSED = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "bos_token_id", "dtype", "eos_token_id", "ep_size", "head_dim", "hidden_act", "initializer_range", "layer_types",
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "block_size", "bos_token_id", "dtype", "eos_token_id", "ep_size", "head_dim", "hidden_act", "initializer_range", "layer_types",
     "max_position_embeddings", "max_window_layers", "model_type", "num_mtp_layers", "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_router_logits", "pad_token_id",
     "pretraining_tp", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef", "seq_aux", "sliding_window", "torch_dtype",
     "transformers_version", "use_cache",
@@ -54,10 +54,12 @@ class HFFamily:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # our sizes that this family's config.json does not hold
     fixed_moe: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)  # key of config.json -> the one value that is supported
-    also: Mapping[str, Any] = field(default_factory=dict)  # further keys of config.json, which are not read
+    derived: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}  # our sizes that no one key of config.json holds
+    also: Callable[[DecoderArgs], dict[str, Any]] = lambda args: {}  # further keys of config.json, which are not read
     written: Callable[[DecoderArgs], dict[str, Any]] = lambda args: {}  # further keys, which are checked when read
     rope_theta: float = 10000.0  # where config.json has none
     twins: Callable[[str, DecoderArgs], list[Twin]] = decoder_twins
+    fits: Callable[[DecoderArgs], bool] = lambda args: True  # where a family has several twins: whether these sizes are of this one
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def args_from(config: Mapping[str, Any], family: HFFamily, path: Path) -> Decode
     for key, value in {"hidden_act": "silu", "attention_dropout": 0, "partial_rotary_factor": 1, **family.only}.items():
         if key in config and config[key] != value:
             _refuse(path, key, config[key], repr(value))
-    sizes = _read(config, family.sizes, path) | dict(family.fixed)
+    sizes = _read(config, family.sizes, path) | dict(family.fixed) | family.derived(config)
     sizes["n_kv_heads"] = sizes.get("n_kv_heads") or sizes["n_heads"]
     try:
         if family.moe:
@@ -100,10 +102,10 @@ def args_from(config: Mapping[str, Any], family: HFFamily, path: Path) -> Decode
     return args
 
 
-def unused_keys(config: Mapping[str, Any], family: HFFamily) -> list[str]:
+def unused_keys(config: Mapping[str, Any], family: HFFamily, args: DecoderArgs) -> list[str]:
     """Keys of config.json that nothing here reads or knows to be of no consequence."""
     known = {key for names in (family.sizes, family.moe, family.latent) for key, _ in names.values()}
-    return sorted(config.keys() - known - UNUSED - family.only.keys())
+    return sorted(config.keys() - known - UNUSED - family.only.keys() - family.written(args).keys())
 
 
 def config_from(args: DecoderArgs, family: HFFamily) -> dict[str, Any]:
@@ -115,7 +117,7 @@ def config_from(args: DecoderArgs, family: HFFamily) -> dict[str, Any]:
     config["head_dim"] = args.head_width if args.latent is None else args.latent.rope_dim
     scaling = _write_scaling(args.rope_scaling)
     config |= {"rope_theta": args.rope_theta, "rope_scaling": scaling}
-    return config | dict(family.also) | dict(family.only) | family.written(args)
+    return config | family.also(args) | dict(family.only) | family.written(args)
 
 
 def _read(config: Mapping[str, Any], names: Names, path: Path) -> dict[str, Any]:
@@ -162,14 +164,15 @@ def _read_rope(config: Mapping[str, Any], family: HFFamily, path: Path) -> dict[
 
 def _read_yarn(rope: dict[str, Any], original: int, family: HFFamily, path: Path) -> YarnScaling:
     """Takes what it reads out of `rope`. DeepSeek's files ask for larger scores (mscale) where others ask for longer vectors."""
+    mscale = 1.0
+    if family.latent:
+        mscale, other = (float(rope.pop(key, 0)) for key in ("mscale_all_dim", "mscale"))
+        if not mscale or mscale != other:
+            _refuse(path, "rope_scaling.mscale_all_dim", mscale, f"mscale={other}, and not 0")
     scaling = YarnScaling(
         float(rope.pop("factor")), original, float(rope.pop("beta_fast", 32)), float(rope.pop("beta_slow", 1)), rope.pop("truncate", True),
-        grows=not family.latent,
+        mscale=mscale, grows=not family.latent,
     )  # fmt: skip
-    if family.latent:
-        for key in ("mscale", "mscale_all_dim"):
-            if (value := rope.pop(key, 0)) != 1:
-                _refuse(path, f"rope_scaling.{key}", value, "1.0")
     given = rope.pop("attention_factor", None)
     if given is not None and (family.latent or not math.isclose(given, scaling.magnitude, rel_tol=1e-6)):
         _refuse(path, "rope_scaling.attention_factor", given, f"0.1 ln(factor) + 1 = {scaling.magnitude:.6g}")
@@ -189,7 +192,7 @@ def _write_scaling(scaling: Scaling | None) -> dict[str, Any] | None:
         case YarnScaling():
             written = {"rope_type": "yarn", "factor": scaling.factor, "original_max_position_embeddings": scaling.original_max_position}
             written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-            return written if scaling.grows else written | {"mscale": 1.0, "mscale_all_dim": 1.0}
+            return written if scaling.grows else written | {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale}
     raise ConfigError(f"{scaling}: config.json has no such rotary scaling: only the run itself can go on with it", "model.name", "model.flavor")
 
 

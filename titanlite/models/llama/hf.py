@@ -2,4 +2,4 @@
 
 from titanlite.models.hf import BIASES, SIZES, HFFamily
 
-HF = HFFamily("llama", "LlamaForCausalLM", SIZES | BIASES, only={"mlp_bias": False})
+HF = (HFFamily("llama", "LlamaForCausalLM", SIZES | BIASES, only={"mlp_bias": False}),)
