@@ -172,6 +172,23 @@ class Metrics:
 
 
 @dataclass(frozen=True)
+class RL:
+    temperature: float = 1.0  # of sampling, and so of every logprob
+    policy_loss: Literal["ppo", "gspo", "gspo_token", "cispo", "reinforce"] = "ppo"
+    clip_low: float = 0.2  # ratios below 1 - this, and above 1 + clip_high, are clipped
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # a bad sample's ratio counts as this at most
+    kl_loss: Literal["none", "k2", "k3", "k3_weighted"] = "none"  # a penalty for leaving the reference; k3 is GRPO's
+    kl_coef: float = 0.001
+    entropy_coef: float = 0.0  # of a bonus for entropy
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"  # of generator and trainer not being the same
+    rollout_correction_of: Literal["token", "sequence"] = "token"
+    rollout_low: float = 0.5  # ratios of trainer to generator below it are masked
+    rollout_high: float = 2.0  # above it truncated or masked
+    off_policy_kl: float | None = None  # bad samples that drifted further, in nats a token, are left out
+
+
+@dataclass(frozen=True)
 class Profiling:
     enable_profiling: bool = False  # traces of some steps by torch.profiler, for Perfetto or chrome://tracing
     save_traces_folder: str = "profile_traces"  # inside the run's folder
@@ -208,6 +225,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    rl: RL = field(default_factory=RL)
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
