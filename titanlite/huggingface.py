@@ -43,9 +43,8 @@ def import_command(source: str, run: Path, cfg: Config) -> None:
         cfg = override(given, settings | {"checkpoint.enable": True})
         (place / "config.toml").write_text(to_toml(cfg), encoding="utf-8")
         state = model_state([_allocated(given.model, getattr(torch, cfg.training.dtype), "meta")])
-        with tensor_maker(given.model, folder, state) as make:
-            extra = {"tokens": 0, "model_only": True, "imported": source}
-            save(checkpoint_folder(cfg, place), 0, state, extra=extra, keep_latest_k=0, make=make)
+        extra = {"tokens": 0, "model_only": True, "imported": source}
+        save(checkpoint_folder(cfg, place), 0, state, extra=extra, keep_latest_k=0, make=tensor_maker(given.model, folder, state))
         place.rename(run)
         fsync(run.parent)
     except OSError as error:

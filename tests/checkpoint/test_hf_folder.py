@@ -73,10 +73,10 @@ def test_a_folder_is_loaded_bit_for_bit_under_any_layout(layout, gang, tmp_path)
             assert key not in found or np.array_equal(found[key], whole), key
             found[key] = whole
     state = model_state([whole_model(cfg.model, "meta")])
-    with tensor_maker(cfg.model, tmp_path / "model", state) as make:
-        assert found.keys() == state.keys()
-        for key in state:
-            assert np.array_equal(found[key], make(key).double().numpy()), key
+    make = tensor_maker(cfg.model, tmp_path / "model", state)
+    assert found.keys() == state.keys()
+    for key in state:
+        assert np.array_equal(found[key], make(key).double().numpy()), key
 
 
 def whole_model(cfg: Model, device: str):

@@ -1,14 +1,18 @@
 """Every family computes what `transformers` computes: logits and gradients of tiny random models, in fp64."""
 
-import re
+import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from titanlite.batch import Batch
+from titanlite.checkpoint.hf_folder import tensor_maker
+from titanlite.checkpoint.state import model_state
+from titanlite.config import Model
 from titanlite.losses import cross_entropy
-from titanlite.models import FAMILIES
+from titanlite.models import FAMILIES, get_model
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.layers import LatentArgs, LinearScaling, NTKScaling, RopeScaling, YarnScaling
 from titanlite.models.moe import MoEArgs
@@ -106,55 +110,20 @@ MODELS = {
     ),
 }  # fmt: skip
 
-NAMES = {
-    r"model\.embed_tokens\.": "tok_embeddings.", r"model\.norm\.": "norm.", r"lm_head\.": "output.", r"model\.layers\.": "layers.",
-    r"self_attn\.(.)_proj": r"attention.w\1", r"self_attn\.(.)_norm": r"attention.\1_norm", r"input_layernorm": "attention_norm",
-    r"post_attention_layernorm": "ffn_norm", r"mlp\.gate_proj": "feed_forward.w1", r"mlp\.up_proj": "feed_forward.w3",
-    r"mlp\.down_proj": "feed_forward.w2", r"mlp\.experts\.": "moe.experts.", r"mlp\.router\.": "moe.router.gate.", r"self_attn\.sinks": "attention.sink.weight", r"mlp\.shared_experts\.gate_proj": "moe.shared_experts.w1",
-    r"mlp\.shared_experts\.up_proj": "moe.shared_experts.w3", r"mlp\.shared_experts\.down_proj": "moe.shared_experts.w2",
-    r"mlp\.gate\.weight": "moe.router.gate.weight", r"mlp\.gate\.e_score_correction_bias": "moe.router.expert_bias",
-    r"self_attn\.q_a_proj": "attention.wq_a", r"self_attn\.q_a_layernorm": "attention.q_norm", r"self_attn\.q_b_proj": "attention.wq_b",
-    r"self_attn\.kv_a_proj_with_mqa": "attention.wkv_a", r"self_attn\.kv_a_layernorm": "attention.kv_norm",
-    r"self_attn\.kv_b_proj": "attention.wkv_b", r"self_attn\.output_gate": "attention.gate", r"self_attn\.out_proj": "attention.wo",
-    r"self_attn\.norm": "attention.norm",
-}  # fmt: skip
-ROTATED = re.compile(r"attention\.(w[qk]|[qk]_norm)\.")
-
-
-def our_name(name: str) -> str:
-    for theirs, ours in NAMES.items():
-        name = re.sub(theirs, ours, name)
-    return name
-
-
-def interleaved(tensor: Tensor, head_dim: int) -> Tensor:
-    """transformers turns (i, i + E / 2) where we turn (2 i, 2 i + 1): the rows of each head in another order."""
-    return tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-
-
-def converted(tensors: dict[str, Tensor], args: DecoderArgs) -> dict[str, Tensor]:
-    named = {our_name(name): tensor for name, tensor in tensors.items()}
-    for name in [name for name in named if name.endswith("experts.gate_up_proj_bias")]:  # gpt-oss: as columns, in turn
-        up = name.removesuffix("_bias")
-        named |= {name.replace("gate_up_proj_bias", b): named[name][:, i::2] for i, b in enumerate(("b1", "b3"))}
-        named[name.replace("gate_up_proj_bias", "b2")] = named.pop(name.replace("gate_up", "down"))
-        named[up] = torch.cat([named[up][..., i::2] for i in (0, 1)], -1).mT
-        named[up.replace("gate_up", "down")] = named[up.replace("gate_up", "down")].mT
-        del named[name]
-    for name in [name for name in named if name.endswith("experts.gate_up_proj")]:
-        w1_w3 = named.pop(name).chunk(2, 1)
-        named |= {name.replace("gate_up_proj", w): t for w, t in zip(("w1", "w3"), w1_w3)}
-        named[name.replace("gate_up_proj", "w2")] = named.pop(name.replace("gate_up_proj", "down_proj"))
-    for name in [name for name in named if name.endswith("self_attn.qkv_proj.weight")]:  # head by head
-        heads = named.pop(name).view(args.n_heads, 3, args.head_width, -1).unbind(1)
-        named |= {name.replace("self_attn.qkv_proj", f"lightning.{w}"): t.flatten(0, 1) for w, t in zip(("wq", "wk", "wv"), heads)}
-    named = {n: t for n, t in named.items() if not n.endswith(("slope_rate", "_decay"))}
-    turned = () if args.latent else [name for name in named if ROTATED.search(name)]  # DeepSeek's weights are as ours
-    return {name.replace("lightning.", "attention."): interleaved(t, args.head_width) if name in turned else t for name, t in named.items()}
+def as_ours(theirs, folder: Path) -> dict[str, Tensor]:
+    """What transformers saves of its model, by our names."""
+    theirs.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    if config["rope_parameters"]["rope_type"] == "dynamic":  # which we cannot be asked for
+        (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": None}))
+    cfg = Model(name="hf", hf_assets_path=str(folder))
+    state = model_state([get_model(cfg, torch.float64)])
+    make = tensor_maker(cfg, folder, state)
+    return {key.removeprefix("model."): make(key) for key in state}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_gradients_are_those_of_transformers(name):
+def test_logits_and_gradients_are_those_of_transformers(name, tmp_path):
     import transformers
 
     kind, sizes, args = MODELS[name]
@@ -168,7 +137,7 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     for module in ours.modules():
         if hasattr(module, "init_buffers"):
             module.init_buffers(torch.device("cpu"))
-    ours.load_state_dict(converted(theirs.state_dict(), args), strict=not args.tie_embeddings)
+    ours.load_state_dict(as_ours(theirs, tmp_path), strict=not args.tie_embeddings)
     tokens = torch.randint(0, 61, (3, 33))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], torch.arange(32).expand(3, 32), None)
     expected = theirs(input_ids=batch.tokens).logits
@@ -177,7 +146,9 @@ def test_logits_and_gradients_are_those_of_transformers(name):
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     cross_entropy(logits, batch).backward()
     cross_entropy(expected, batch).backward()
-    gradients = converted({n: p.grad for n, p in theirs.named_parameters()}, args)
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad
+    gradients = as_ours(theirs, tmp_path)
     for n, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[n], rtol=0, atol=2e-5 * gradients[n].abs().max().item(), msg=n)
 

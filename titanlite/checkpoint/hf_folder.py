@@ -1,10 +1,11 @@
 """Reads the weights of a Hugging Face folder: what there is, whether it fits a model, and any part of it into any layout."""
 
+import ctypes
 import dataclasses
+import errno
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,18 @@ class Stored:
     path: Path
     dtype: torch.dtype
     shape: list[int]
+    offset: int  # of its bytes in the file
+
+    def read(self, into: Tensor) -> None:
+        """Without mapping the file: what is mapped counts as memory, whole."""
+        # numpy() would make the storage one that cannot be let go.
+        data = memoryview((ctypes.c_ubyte * into.nbytes).from_address(into.data_ptr())).cast("B")
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            while data and (n := file.readinto(data)):
+                data = data[n:]
+        if data:
+            raise OSError(errno.EIO, "it has become shorter", str(self.path))
 
 
 def twins_of(cfg: Model) -> Callable[[str], list[Twin]]:
@@ -139,36 +152,30 @@ def _header(path: Path, index: Path | None) -> dict[str, Stored]:
         raise ConfigError(f"{path} has {file_bytes} bytes instead of {end}: {'it is cut' if file_bytes < end else 'not as it was written'}", "model.hf_assets_path")
     if strange := [(name, entry["dtype"]) for name, entry in tensors.items() if entry["dtype"] not in DTYPES]:
         raise ConfigError(f"{path}: {strange[0][0]} has dtype {strange[0][1]}: expected one of {', '.join(DTYPES)}", "model.hf_assets_path")
-    return {name: Stored(path, DTYPES[entry["dtype"]], entry["shape"]) for name, entry in tensors.items()}
+    return {name: Stored(path, DTYPES[entry["dtype"]], entry["shape"], 8 + size + entry["data_offsets"][0]) for name, entry in tensors.items()}
 
 
-@contextmanager
-def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]):
-    """A function from a name of `state` (model.NAME, on meta) to that tensor with the folder's values, in the dtype that state has.
-
-    One file is open at a time.
-    """
-    from safetensors import safe_open
-
+def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    """A function from a name of `state` (model.NAME, on meta) to that tensor with the folder's values, in the dtype that state has."""
     stored, twins = checked_tensors(cfg, folder), twins_of(cfg)
     if orphans := [key for key in state if not twins(key.removeprefix("model."))]:
         raise ConfigError(f"a Hugging Face folder of {get_hf(cfg).model_type} has no place for {orphans[0]}: set model.mtp_depth=0", "model.mtp_depth")
-    opened: list[tuple[Path, Any]] = []
-
-    def file_of(path: Path) -> Any:
-        if not opened or opened[0][0] != path:
-            opened[:] = [(path, safe_open(path, framework="pt"))]
-        return opened[0][1]
 
     def make(key: str) -> Tensor:
         tensor = torch.empty(state[key].shape, dtype=state[key].dtype)
         for twin in twins(key.removeprefix("model.")):
-            for ours, theirs in twin.pairs(tensor, file_of(stored[twin.name].path).get_tensor(twin.name)):
-                ours.copy_(theirs)
+            source = stored[twin.name]
+            whole = tensor if twin.expert is None else tensor[twin.expert]
+            if twin.is_plain and source.dtype == whole.dtype:
+                source.read(whole)
+                continue
+            theirs = torch.empty(source.shape, dtype=source.dtype)
+            source.read(theirs)
+            for part, values in twin.pairs(tensor, theirs):
+                part.copy_(values)
         return tensor
 
-    yield make
-    opened.clear()
+    return make
 
 
 def load_hf(cfg: Model, folder: Path, state: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None) -> None:

@@ -24,6 +24,11 @@ class Twin:
     transposed: bool = False  # the last two dimensions
     fp32: bool = False  # whatever the dtype of the others
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its values stand in the order of ours."""
+        return not (self.head or self.transposed or self.lanes > 1)
+
     def shape(self, ours: list[int]) -> list[int]:
         """Its shape, where that of ours is given."""
         start = [self.expert or 0] + [0] * (len(ours) - 1) if ours else []
