@@ -173,6 +173,25 @@ class Metrics:
 
 @dataclass(frozen=True)
 class RL:
+    task: str = "arithmetic"  # one of titanlite.rl.tasks, reasoning_gym:NAME, or an import path my_pkg.my_tasks:MyTask
+    task_options: tuple[str, ...] = ()  # "name=value" each, for the task
+    group_size: int = 8  # samples of a prompt
+    prompts_per_step: int = 16
+    max_new_tokens: int = 16  # of a sample, all its turns together
+    n_slots: int = 64  # samples that a rank draws together
+    minibatches: int = 1  # optimizer steps that a step's samples are dealt out to
+    warm_up_steps: int = 0  # steps on the task's demonstrations before, of training.steps
+    reward_timeout_s: float = 10.0  # after it a reward has failed
+    dynamic_sampling: bool = False  # groups whose samples all got the same reward are replaced
+    most_refills: int = 10  # rounds of replacing, before a step goes on with what it has
+    most_barren_steps: int = 10  # steps in a row without anything to learn from; one more stops the run
+    baseline: Literal["none", "mean", "leave_one_out"] = "mean"  # what rewards are compared with in their group
+    deviation: Literal["none", "population", "sample"] = "population"  # what they are divided by; none: Dr. GRPO
+    advantage_eps: float = 1e-6
+    whiten: bool = False  # advantages over the whole step, REINFORCE++
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # how tokens' losses make one; constant: over max_new_tokens
+    overlong_buffer_tokens: int = 0  # the last tokens before max_new_tokens, over which a sample loses up to 1; 0: it loses nothing
+    overlong_filter: bool = False  # samples that were cut are not trained on
     temperature: float = 1.0  # of sampling, and so of every logprob
     policy_loss: Literal["ppo", "gspo", "gspo_token", "cispo", "reinforce"] = "ppo"
     clip_low: float = 0.2  # ratios below 1 - this, and above 1 + clip_high, are clipped
