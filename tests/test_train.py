@@ -402,7 +402,7 @@ def test_a_run_folder_in_use_is_refused_by_name_and_left_alone(train, finished):
     [
         (("--job.dump_folder", "{folder}/text/a.txt"), "cannot write to the run's folder {folder}/text/a.txt/run: Not a directory"),
         (("--training.dataset_path", "nope.txt"), "training.dataset_path=nope.txt: nope.txt: No such file or directory"),
-        (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: 1 empty files"),
+        (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: all is empty"),
         (("--training.dataset_path", "{folder}/latin.txt"), "{folder}/latin.txt:2: byte 7 (0xe9) is not UTF-8"),
         (("--training.dataset", "jsonl", "--training.dataset_path", "{folder}/bad.jsonl"), "{folder}/bad.jsonl:2: not JSON"),
         (("--training.dataset_path", "None"), "training.dataset=text needs training.dataset_path"),

@@ -139,7 +139,7 @@ def _config(argv: list[str]) -> int:
 
 
 def _print_config(cfg: Config, origins: Origins) -> int:
-    values = {key: f"{key} = {json.dumps(value)}" for key, value in to_dict(cfg).items()}
+    values = {key: f"{key} = {json.dumps(value, default=vars)}" for key, value in to_dict(cfg).items()}
     width = max(map(len, values.values()))
     for key, value in values.items():
         print(f"{value:<{width}}  # {origins.get(key, 'default')}")

@@ -7,13 +7,12 @@ import contextlib
 import dataclasses
 import io
 import json
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from titanlite import torchtitan
+from titanlite.config_file import expected, read_toml
 from titanlite.utils import ConfigError, is_utf8, nearest
 
 
@@ -68,6 +67,26 @@ class LRScheduler:
     min_lr_factor: float = 0.0  # the rate at the end, as a share of optimizer.lr
 
 
+DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens"]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    format: DataFormat
+    path: str | None = None  # a file, folder, glob or URL; for hf and hf_stream a folder or a name on the Hub; for megatron the files' common prefix
+    weight: float = 1.0  # its share of rows, relative to the others'
+    text_key: str = "text"  # the key or column that holds the text
+    split: str = "train"  # of a Hugging Face dataset
+    subset: str | None = None  # of a dataset on the Hub, its configuration's name
+
+
+@dataclass(frozen=True)
+class Data:
+    sources: tuple[DataSource, ...] = ()  # [[data.sources]], to mix several; empty: training.dataset alone
+    packing: Literal["split", "best_fit"] = "split"  # documents go on in the next row; best_fit: only those longer than a row are cut
+    epochs: int | None = None  # the run ends when the data were read so often, or at training.steps; None: only then
+
+
 @dataclass(frozen=True)
 class DataLoader:
     num_workers: int = 0  # processes that read and tokenize; 0: the training process itself
@@ -77,9 +96,9 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class Training:
-    dataset: Literal["stdlib", "stdlib_heldout", "text", "jsonl"] = "stdlib"  # Python's standard library, text or JSONL files
-    dataset_path: str | None = None  # a file, folder or glob for text and jsonl
-    text_key: str = "text"  # the key of a JSONL record that holds the text
+    dataset: DataFormat = "stdlib"  # Python's standard library, or a format; [[data.sources]] instead for more than one
+    dataset_path: str | None = None  # as data.sources has it
+    text_key: str = "text"  # the key or column that holds the text
     skip_bad_records: bool = False  # count and skip records that cannot be read, instead of stopping
     local_batch_size: int = 8  # rows a rank takes through the model at once
     global_batch_size: int = -1  # rows a step over all ranks; -1: local_batch_size * data-parallel degree
@@ -156,7 +175,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False
-    dataset: Literal["stdlib", "stdlib_heldout", "text", "jsonl"] = "stdlib_heldout"
+    dataset: DataFormat = "stdlib_heldout"
     dataset_path: str | None = None
     local_batch_size: int = 8
     seq_len: int = 2048
@@ -237,6 +256,7 @@ class Config:
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
@@ -264,11 +284,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     Raises ConfigError for a missing file, a syntax error, an unknown key, a wrong type or a value that is not allowed.
     """
     path = Path(path)
-    found = _read_toml(path, seen=())
+    found = read_toml(path, KEYS, SECTIONS)
     cfg = Config()
-    for key, (value, origin) in found.items():
+    for key, (value, _) in found.items():
         if key in KEYS:
-            cfg = _replace(cfg, key, checked(key, value, origin))
+            cfg = _replace(cfg, key, value)
     origins = {key: origin for key, (_, origin) in found.items()}
     if overrides:
         cfg, given = _apply_overrides(cfg, overrides)
@@ -314,10 +334,18 @@ def to_toml(cfg: Config) -> str:
         if prefix != section:
             section = prefix
             lines += ["", f"[{section}]"]
-        value = list(value) if isinstance(value, tuple) else value
-        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{name} = {text}".replace("\x7f", "\\u007f"))  # JSON has it raw, TOML has not
+        lines.append(f"{name} = {_as_toml(value)}")
     return "\n".join(lines[1:]) + "\n"
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if dataclasses.is_dataclass(value):
+        return f"{{{', '.join(f'{k} = {_as_toml(v)}' for k, v in vars(value).items() if v is not None)}}}"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON has it raw, TOML has not
 
 
 def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -342,147 +370,6 @@ def _replace(cfg: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(cfg, **{name: _replace(getattr(cfg, name), rest, value) if rest else value})
 
 
-def read_table(path: Path) -> tuple[str, dict[str, Any]]:
-    """A TOML file's text and what it says. Raises ConfigError where it cannot be read."""
-    import tomli
-
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors put a byte order mark
-    except OSError as e:
-        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: not UTF-8 at byte {e.start}") from e
-    try:
-        return text, tomli.loads(text)
-    except tomli.TOMLDecodeError as e:
-        raise ConfigError(f"{path}:{min(e.lineno, max(len(text.splitlines()), 1))}: not TOML: {e.msg}") from e
-
-
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
-    """Dotted key -> (value, "file:line"), those of `extends` first."""
-    text, table = read_table(path)
-    found: dict[str, tuple[Any, str]] = {}
-    lacking: dict[str, tuple[Any, str]] = {}  # torchtitan's, of no effect here
-    lines = key_lines(text)
-    base = table.pop("extends", None)
-    if base is not None:
-        where = f"{path}:{lines.get('extends', 1)}"
-        if not isinstance(base, str):
-            raise ConfigError(f"{where}: extends = {base!r}: expected the path of a TOML file, relative to this one")
-        base_path = path.parent / base
-        if not base_path.is_file():
-            raise ConfigError(f"{where}: extends = {base!r}: there is no file {base_path}")
-        if base_path.resolve() in (*seen, path.resolve()):
-            raise ConfigError(f"{where}: extends = {base!r} leads back to itself")
-        found |= _read_toml(base_path, (*seen, path.resolve()))
-
-    def walk(node: dict[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            key = prefix + name
-            where = f"{path}:{lines.get(key, 1)}"
-            if "." in name:
-                raise ConfigError(f"{where}: unknown key {prefix}{json.dumps(name)}: in quotes it is one name, not a path")
-            elif key in KEYS:
-                found[key] = (value, where)
-            elif key in torchtitan.RENAMED:
-                ours, values = torchtitan.RENAMED[key]
-                if not isinstance(value, str) or values and value not in values:
-                    raise ConfigError(f"{where}: {key} = {value!r}: here {ours}, of torchtitan's values {list(values) or 'a path'}")
-                found[ours] = (values.get(value, value), f"{where} ({key})")
-            elif key in torchtitan.LACKING:
-                lacking[key] = (value, where)
-            elif key in {*SECTIONS, *torchtitan.SECTIONS} and isinstance(value, dict):
-                walk(value, key + ".")
-            elif key in SECTIONS:
-                raise ConfigError(f"{where}: {key} = {value!r}: expected a section, [{key}]")
-            elif isinstance(value, dict):
-                raise ConfigError(f"{where}: unknown section [{key}]{nearest(key, SECTIONS)}")
-            else:
-                raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, [*KEYS, 'extends'])}")
-
-    walk(table, "")
-    for key, (value, where) in lacking.items():
-        if torchtitan.is_missed(key, value, {k: v for k, (v, _) in (found | lacking).items()}):
-            why = torchtitan.LACKING[key].why
-            raise ConfigError(f"{where}: {key} = {value!r}: titanlite has no such key: {why}; remove it, or leave it at {torchtitan.LACKING[key].default!r}")
-    return found | lacking
-
-
-def key_lines(text: str) -> dict[str, int]:
-    """Dotted key or section -> the line its statement starts on (tomli gives lines for syntax errors only)."""
-    import tomli
-
-    lines: dict[str, int] = {}
-    section, statement = "", ""
-    for number, line in enumerate(text.split("\n"), 1):
-        statement += line + "\n"
-        try:
-            keys = list(_dotted(tomli.loads(statement), section))
-        except tomli.TOMLDecodeError:  # a string, list or table that goes on in the next line
-            continue
-        if statement.lstrip().startswith("["):
-            keys = [key.removeprefix(section) for key in keys]
-            section = keys[-1] + "."
-        for key in keys:  # a section may only ever appear inside a longer name
-            lines.setdefault(key, number + 1 - statement.count("\n"))
-        statement = ""
-    return lines
-
-
-def _dotted(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The names of everything in `table`, outer tables before what is in them."""
-    for name, value in table.items():
-        yield prefix + name
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _allowed(kind: Any) -> str:
-    """A type in the user's words."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        return " or ".join(_allowed(k) for k in get_args(kind) if k is not types.NoneType)
-    if origin is tuple:
-        return f"a list, each {_allowed(get_args(kind)[0])}"
-    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[kind]
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`; raises TypeError where it is something else."""
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        return _convert(value, next(k for k in get_args(kind) if k is not types.NoneType))
-    if origin is Literal and isinstance(value, str) and value in get_args(kind):
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_convert(v, get_args(kind)[0]) for v in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise TypeError
-
-
-def checked(key: str, value: Any, where: str) -> Any:
-    try:
-        return _convert(value, KEYS[key])
-    except TypeError:
-        raise ConfigError(f"{where}: {key} = {value!r}: expected {_expected(key, value)}") from None
-
-
-def _expected(key: str, value: Any) -> str:
-    """What `key` may be, and the nearest choice to what was given."""
-    choices = _choices(KEYS[key])
-    wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str) and v not in choices]
-    return _allowed(KEYS[key]) + (nearest(wrong[0], choices) if wrong else "")
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else sum(map(_choices, get_args(kind)), ())
-
-
 def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set[str]]:
     """`--section.key value` on top of `cfg`, parsed by tyro; also `--section.flag`, `--section.no-flag`, `--section.flag true`."""
     given: dict[str, tuple[str, list[str]]] = {}  # key -> the option as it was written, its values; the last one counts
@@ -493,6 +380,8 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
         elif word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = _normal(name)
+            if key.startswith("data.sources"):
+                raise ConfigError(f"--{name}: sources are listed in a TOML file, as [[data.sources]]; for one there are --training.dataset and --training.dataset_path")
             if key not in KEYS:
                 raise ConfigError(f"unknown option --{name}{nearest(key, KEYS)} (options are --section.key value)")
             given[key] = name, [value] if equals else []
@@ -506,7 +395,7 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
     except ConfigError:
         for key, (name, values) in given.items():
             written = " ".join([f"--{name}", *values])
-            _parse(cfg, options[key], f"{written}: expected {_expected(key, values)}")
+            _parse(cfg, options[key], f"{written}: expected {expected(KEYS[key], values)}")
         raise
 
 

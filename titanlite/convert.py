@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config import KEYS, checked, key_lines, read_table
+from titanlite.config import KEYS
+from titanlite.config_file import convert, key_lines, read_table
 from titanlite.torchtitan import DEFAULTS_THAT_DIFFER, LACKING, RENAMED, is_missed
 from titanlite.utils import ConfigError, nearest
 
@@ -25,7 +26,7 @@ def report(path: Path) -> tuple[list[str], int]:
 def _answer(key: str, value: Any, values: Mapping[str, Any], where: str) -> str:
     if key in KEYS:
         try:
-            checked(key, value, where)
+            convert(value, KEYS[key], key, lambda _: where)
         except ConfigError as e:
             return f"MISSING {str(e).rsplit(': ', 1)[-1]}"
         return "the same"

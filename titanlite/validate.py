@@ -61,6 +61,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
         )
     _check_hugging_face(cfg)
     _check_profiling(cfg.profiling)
+    _check_data(cfg)
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
@@ -112,6 +113,28 @@ def _check_hugging_face(cfg: Config) -> None:
         if not c.enable:
             raise ConfigError("checkpoint.last_save_in_hf=true needs checkpoint.enable=true", "checkpoint.last_save_in_hf", "checkpoint.enable")
         config_from(get_args(cfg.model), get_hf(cfg.model))  # now, not at the end
+
+
+def _check_data(cfg: Config) -> None:
+    d, t = cfg.data, cfg.training
+    if d.sources and (t.dataset != "stdlib" or t.dataset_path is not None):
+        raise ConfigError(
+            f"training.dataset={t.dataset!r} and training.dataset_path={t.dataset_path!r} are the short form of one [[data.sources]] entry, "
+            f"and {len(d.sources)} are given: use one form",
+            "training.dataset",
+            "training.dataset_path",
+            "data.sources",
+        )
+    for i, source in enumerate(d.sources):
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"data.sources[{i}].weight={source.weight}: must be above 0 and finite", "data.sources")
+    if d.epochs is not None and len(d.sources) > 1:
+        raise ConfigError(
+            f"data.epochs={d.epochs} with {len(d.sources)} data.sources: sources of other weights than sizes end at different times; "
+            f"let training.steps end the run, or give one source",
+            "data.epochs",
+            "data.sources",
+        )
 
 
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
@@ -338,6 +361,7 @@ _AT_LEAST = {
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "checkpoint.max_failed_saves": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
+    "data.epochs": 1,
     "profiling.profile_freq": 1, "profiling.profiler_active": 1, "profiling.profiler_warmup": 0, "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
     "training.mtp_loss_weight": 0, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
     "parallelism.pipeline_parallel_first_stage_less_layers": 0, "parallelism.pipeline_parallel_last_stage_less_layers": 0,
