@@ -11,7 +11,7 @@ import numpy as np
 
 from titanlite.config import Model
 from titanlite.data.order import shuffled_index
-from titanlite.data.sources import Source
+from titanlite.data.sources import Source, fingerprint_of
 from titanlite.utils import ConfigError
 
 BPE_END = "<|end|>"
@@ -26,6 +26,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # every id is below it
     end_id: int
+    fingerprint: str  # the same where the same text gives the same ids
 
     def encode_document(self, text: str) -> np.ndarray:
         """[n] ids, with a mark before and the end mark after: a document's boundary is learnt from both sides."""
@@ -40,6 +41,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     vocab_size = 257
     end_id = 256
+    fingerprint = "byte"
 
     def encode_document(self, text: str) -> np.ndarray:
         data = np.frombuffer(text.encode(), np.uint8)
@@ -69,6 +71,13 @@ class SubwordTokenizer:
     def __reduce__(self):
         marks_in_text = not self.backend.encode_special_tokens  # not kept when the backend is pickled
         return SubwordTokenizer, (self.backend, self.begin_id, self.end_id, marks_in_text)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = json.loads(self.backend.to_str())
+        for unused in ("truncation", "padding", "post_processor", "decoder"):
+            parts.pop(unused, None)
+        return fingerprint_of(parts, self.begin_id, self.end_id)
 
     def encode_document(self, text: str) -> np.ndarray:
         return np.array([*self.encode_prompt(text), self.end_id], np.int32)
