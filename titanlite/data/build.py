@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from titanlite.config import Config, DataSource
 from titanlite.data.files import build_stdlib, build_text, find_files
+from titanlite.data.huggingface import build_hub, build_stream
 from titanlite.data.records import build_records
 from titanlite.data.sources import BadRecord, Source, fingerprint_of
 from titanlite.data.tokenizer import Tokenizer
@@ -95,6 +96,11 @@ def _build(source: DataSource, path: str, key: str, vocab_size: int, skip: bool)
         return build_tokens(path, vocab_size), ""
     if source.format == "tokens":
         return build_tokenized(path, vocab_size), ""
+    if source.format == "hf":
+        built = build_hub(source, path, skip)
+        return built, built.first_skipped
+    if source.format == "hf_stream":
+        return build_stream(source, path, skip), ""
     suffix = SUFFIX[source.format]
     files = find_files(path, suffix)
     if not files:

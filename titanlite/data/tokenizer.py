@@ -161,10 +161,10 @@ def _train_bpe(vocab_size: int | None, sources: Sequence[Source] | None):
         for source in sources:
             left = BPE_SAMPLE_CHARACTERS // len(sources)
             for i in range(len(source)):
-                text = source[shuffled_index(i, len(source), seed=0, epoch=0)]
-                if not isinstance(text, str):
+                text = source[i if getattr(source, "in_order", False) else shuffled_index(i, len(source), seed=0, epoch=0)]
+                if not isinstance(text, str) and len(text):
                     raise ConfigError("model.tokenizer=bpe is trained on text, and the data are tokens: name their tokenizer as model.hf_assets_path", "model.tokenizer")
-                text = text[:left]
+                text = text[:left] if isinstance(text, str) else ""
                 left -= len(text)
                 yield text
                 if left == 0:

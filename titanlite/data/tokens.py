@@ -2,12 +2,11 @@
 
 import json
 import os
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.sources import BadRecord, fingerprint_of
+from titanlite.data.sources import BadRecord, fingerprint_of, sample_of
 from titanlite.utils import ConfigError
 
 # The layout of an index (Megatron-LM's core/datasets/indexed_dataset.py, after fairseq's): magic, version, code of the tokens'
@@ -16,7 +15,6 @@ MAGIC, VERSION = b"MMIDIDX\0\0", 1
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 HEADER_BYTES = len(MAGIC) + 8 + 1 + 8
 MANIFEST = "manifest.json"  # beside the files that `titanlite tokenize` writes
-SAMPLES, SAMPLE_BYTES = 64, 4096  # pages of a file that its fingerprint reads
 
 
 class TokenSource:
@@ -28,7 +26,7 @@ class TokenSource:
     def __init__(self, prefix: str, vocab_size: int):
         """Raises BadRecord where the files are not what the format says, or disagree."""
         self.prefix, self.vocab_size = prefix, vocab_size
-        self.fingerprint = fingerprint_of([_sample_of(f"{prefix}{suffix}") for suffix in (".idx", ".bin")])
+        self.fingerprint = fingerprint_of([sample_of(f"{prefix}{suffix}") for suffix in (".idx", ".bin")])
         self._map()
         self._check()
 
@@ -153,14 +151,3 @@ def _read_header(file: str) -> tuple[type, int, int, int]:
     if size != expected:
         raise BadRecord(f"{file} has {size} bytes, and should have {expected} for {n} sequences in {max(n_documents - 1, 0)} documents: it is cut short or was changed")
     return DTYPES[code], n, n_documents, HEADER_BYTES + 8
-
-
-def _sample_of(file: str) -> str:
-    """A fingerprint of a file's size and of pages spread over it, first and last among them."""
-    size = os.path.getsize(file)
-    digest = sha256(str(size).encode())
-    with open(file, "rb") as handle:
-        for at in np.linspace(0, max(size - SAMPLE_BYTES, 0), SAMPLES).astype(np.int64).tolist():
-            handle.seek(at)
-            digest.update(handle.read(SAMPLE_BYTES))
-    return digest.hexdigest()
