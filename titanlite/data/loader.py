@@ -175,6 +175,7 @@ def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":
             "training.dataloader.num_workers",
             "training.global_batch_size",
         )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not outlive a fork, of which it would warn
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's, of what it calls itself
         loader = StatefulDataLoader(
