@@ -123,6 +123,7 @@ def test_a_stream_gives_its_records_in_their_order_pass_after_pass(folder):
 
 def test_a_stream_goes_on_exactly_on_other_ranks_and_workers_also_in_a_later_pass(folder):
     source = build(folder(), "hf_stream")
+    source = pickle.loads(pickle.dumps(source))  # as other ranks and workers get it
     undisturbed, _ = rows_of(source, 40)  # 160 rows of 32 are two passes and more over 60 documents of 47 on average
     first, halfway = rows_of(source, 25, dp_degree=2)
     assert halfway[:, 0].min() > 60

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 
 from titanlite.config import Config, DataSource
-from titanlite.data.files import build_stdlib, build_text, find_files
+from titanlite.data.files import SUFFIX, build_stdlib, build_text, find_files
 from titanlite.data.huggingface import build_hub, build_stream
 from titanlite.data.records import build_records
 from titanlite.data.sources import BadRecord, Source, fingerprint_of
@@ -13,7 +13,6 @@ from titanlite.data.tokens import build_tokenized, build_tokens
 from titanlite.models import get_args
 from titanlite.utils import ConfigError, logger
 
-SUFFIX = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
 ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new number refuses old ones
 
 
@@ -27,6 +26,10 @@ def build_sources(cfg: Config) -> list[Source]:
         build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", **options)
         for i, source in enumerate(cfg.data.sources)
     ]
+
+
+def reads_streams(cfg: Config) -> bool:
+    return "hf_stream" in [source.format for source in cfg.data.sources] + [cfg.training.dataset]
 
 
 def build_heldout(cfg: Config) -> Source:

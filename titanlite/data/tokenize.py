@@ -15,6 +15,7 @@ import numpy as np
 
 from titanlite.config import Config
 from titanlite.data.build import build_sources
+from titanlite.data.remote import with_local_data
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_kind
 from titanlite.data.tokens import MANIFEST, index_bytes
@@ -28,7 +29,7 @@ def tokenize_command(cfg: Config, folder: Path, workers: int) -> None:
     """Writes `folder` whole or not at all: tokens.bin, tokens.idx and manifest.json, in subfolders 0, 1, ... where there are several sources."""
     if folder.exists():
         raise ConfigError(f"{folder} exists: choose another folder, or remove it")
-    sources = build_sources(cfg)
+    sources = build_sources(with_local_data(cfg))
     for source in sources:
         if hasattr(source, "prefix") or hasattr(source, "for_rows"):
             raise ConfigError(f"{source.name(0)}: only text that ends can be tokenized, not tokens nor a stream", "training.dataset", "data.sources")
