@@ -12,7 +12,7 @@ ROOT = Path(titanlite.__file__).parent
 
 # A unit (a module or folder right under titanlite/) may import units of its own row and of rows above it in this list.
 ROWS = [
-    {"__init__", "utils", "config", "launch", "batch"},
+    {"__init__", "utils", "config", "config_file", "torchtitan", "convert", "launch", "batch"},
     {"models", "parallel"},
     {"data", "losses", "optim", "checkpoint", "resilience", "observe", "validate"},
     {"trainer", "run_folder"},

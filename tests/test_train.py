@@ -402,7 +402,7 @@ def test_a_run_folder_in_use_is_refused_by_name_and_left_alone(train, finished):
     [
         (("--job.dump_folder", "{folder}/text/a.txt"), "cannot write to the run's folder {folder}/text/a.txt/run: Not a directory"),
         (("--training.dataset_path", "nope.txt"), "training.dataset_path=nope.txt: nope.txt: No such file or directory"),
-        (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: 1 empty files"),
+        (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: all is empty"),
         (("--training.dataset_path", "{folder}/latin.txt"), "{folder}/latin.txt:2: byte 7 (0xe9) is not UTF-8"),
         (("--training.dataset", "jsonl", "--training.dataset_path", "{folder}/bad.jsonl"), "{folder}/bad.jsonl:2: not JSON"),
         (("--training.dataset_path", "None"), "training.dataset=text needs training.dataset_path"),
@@ -441,6 +441,28 @@ def test_a_full_disk_leaves_the_last_good_checkpoint_and_exit_code_1(train):
     assert "checkpoint_failed step=6" in log and "its last step is NOT saved" in log
     assert train("two", "--training.steps", 8, ranks=2) == 0
     assert steps(folder)[6:] == steps(train.folder / "one")[3:]
+
+
+def test_what_has_no_effect_is_told_when_a_run_starts(train):
+    base = train.folder.parent / "base.toml"
+    base.write_text(base.read_text() + "enable_wandb = false\n")
+    assert train("run", "--training.steps", 1) == 0
+    assert "metrics.enable_wandb has no effect: metrics go to metrics.jsonl" in (train.folder / "run" / "logs" / "rank_0.log").read_text()
+
+
+def test_steps_are_traced_as_often_as_asked(train):
+    options = ("--profiling.enable_profiling", "--profiling.profile_freq", 3, "--profiling.profiler_warmup", 1, "--checkpoint.no-enable")
+    assert train("run", *options, "--training.steps", 7, ranks=2) == 0
+    traces = sorted(str(path.relative_to(train.folder / "run")) for path in (train.folder / "run" / "profile_traces").rglob("*.json"))
+    assert traces == [f"profile_traces/iteration_{n}/rank{r}_trace.json" for n in (3, 6) for r in (0, 1)]
+    events = json.loads((train.folder / "run" / traces[0]).read_text())["traceEvents"]
+    assert any(event["name"] == "aten::mm" for event in events)
+
+
+def test_a_full_disk_costs_traces_but_not_the_run(train):
+    options = ("--profiling.enable_profiling", "--profiling.profile_freq", 4, "--metrics.log_freq", 100, "--checkpoint.no-enable")
+    assert train("run", *options, most_bytes=20_000) == 0
+    assert "profiling_failed" in (train.folder / "run" / "logs" / "rank_0.log").read_text()
 
 
 def test_a_full_disk_costs_lines_of_metrics_but_not_the_run(train):

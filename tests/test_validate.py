@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from titanlite.config import Config, override
+from titanlite.config import Config, DataSource, override
 from titanlite.parallel.degrees import Degrees
 from titanlite.utils import ConfigError
 from titanlite.validate import global_batch_size, validate
@@ -155,3 +155,21 @@ def test_flex_attention_is_refused_where_it_has_no_backward_and_in_the_ring(monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     ring = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_method": "ring", "model__attention": "flex"}
     assert "has attention kernels of its own: use model.attention='sdpa'" in str(mistake(2, **ring))
+
+
+TWO = (DataSource("text", "a"), DataSource("text", "b"))
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"data__sources": TWO, "training__dataset_path": "c"}, "training.dataset='stdlib' and training.dataset_path='c' are the short form of one [[data.sources]] entry, and 2 are given"),
+        ({"data__sources": TWO, "training__dataset": "text"}, "training.dataset='text' and training.dataset_path=None are the short form"),
+        ({"data__sources": (TWO[0], DataSource("text", "b", weight=0.0))}, "data.sources[1].weight=0.0: must be above 0 and finite"),
+        ({"data__sources": (DataSource("text", "b", weight=math.nan),)}, "data.sources[0].weight=nan: must be above 0"),
+        ({"data__sources": TWO, "data__epochs": 1}, "data.epochs=1 with 2 data.sources: sources of other weights than sizes end at different times"),
+        ({"data__epochs": 0}, "data.epochs=0: must be at least 1"),
+    ],
+)  # fmt: skip
+def test_data_that_contradict_each_other_are_refused(values, message):
+    assert str(mistake(**values)).startswith(message)

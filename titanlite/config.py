@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 import io
 import json
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
+from titanlite.config_file import expected, read_toml
 from titanlite.utils import ConfigError, is_utf8, nearest
 
 
@@ -28,7 +28,7 @@ class Job:
 class Model:
     name: str = "llama3"  # a family under titanlite/models, an import path `my_pkg.my_family`, or hf: what hf_assets_path's config.json says
     flavor: str = "debugmodel"  # a size of that family; not used with name = "hf"
-    vocab_size: int | None = None  # None: the flavor's own
+    vocab_size: int | None = None  # None: the flavor's own, or of a debug model as many as a Hugging Face tokenizer has
     tie_embeddings: bool | None = None  # share tok_embeddings.weight with output.weight; None: as the flavor says
     attention: Literal["sdpa", "flex"] | None = None  # flex: CUDA only, for documents and context parallel at long sequences; None: sdpa
     rope_theta: float | None = None  # base of the rotary frequencies; None: the flavor's own, as below
@@ -67,6 +67,26 @@ class LRScheduler:
     min_lr_factor: float = 0.0  # the rate at the end, as a share of optimizer.lr
 
 
+DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens"]
+
+
+@dataclass(frozen=True)
+class DataSource:
+    format: DataFormat
+    path: str | None = None  # a file, folder, glob or URL; for hf and hf_stream a folder or a name on the Hub; for megatron the files' common prefix
+    weight: float = 1.0  # its share of rows, relative to the others'
+    text_key: str = "text"  # the key or column that holds the text
+    split: str = "train"  # of a Hugging Face dataset
+    subset: str | None = None  # of a dataset on the Hub, its configuration's name
+
+
+@dataclass(frozen=True)
+class Data:
+    sources: tuple[DataSource, ...] = ()  # [[data.sources]], to mix several; empty: training.dataset alone
+    packing: Literal["split", "best_fit"] = "split"  # documents go on in the next row; best_fit: only those longer than a row are cut
+    epochs: int | None = None  # the run ends when the data were read so often, or at training.steps; None: only then
+
+
 @dataclass(frozen=True)
 class DataLoader:
     num_workers: int = 0  # processes that read and tokenize; 0: the training process itself
@@ -76,9 +96,9 @@ class DataLoader:
 
 @dataclass(frozen=True)
 class Training:
-    dataset: Literal["stdlib", "stdlib_heldout", "text", "jsonl"] = "stdlib"  # Python's standard library, text or JSONL files
-    dataset_path: str | None = None  # a file, folder or glob for text and jsonl
-    text_key: str = "text"  # the key of a JSONL record that holds the text
+    dataset: DataFormat = "stdlib"  # Python's standard library, or a format; [[data.sources]] instead for more than one
+    dataset_path: str | None = None  # as data.sources has it
+    text_key: str = "text"  # the key or column that holds the text
     skip_bad_records: bool = False  # count and skip records that cannot be read, instead of stopping
     local_batch_size: int = 8  # rows a rank takes through the model at once
     global_batch_size: int = -1  # rows a step over all ranks; -1: local_batch_size * data-parallel degree
@@ -119,6 +139,7 @@ class Parallelism:
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"  # a piece from either end for each rank; none: one piece
     expert_parallel_degree: int = 1
     expert_tensor_parallel_degree: int = 1
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"  # how tokens travel; deepep: an extra for CUDA, not verified
 
 
 @dataclass(frozen=True)
@@ -154,7 +175,7 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Validation:
     enable: bool = False
-    dataset: Literal["stdlib", "stdlib_heldout", "text", "jsonl"] = "stdlib_heldout"
+    dataset: DataFormat = "stdlib_heldout"
     dataset_path: str | None = None
     local_batch_size: int = 8
     seq_len: int = 2048
@@ -167,6 +188,53 @@ class Metrics:
     log_freq: int = 10  # steps between log lines
     enable_tensorboard: bool = True
     save_tb_folder: str = "tb"  # inside the run's folder
+
+
+@dataclass(frozen=True)
+class RL:
+    task: str = "arithmetic"  # one of titanlite.rl.tasks, reasoning_gym:NAME, or an import path my_pkg.my_tasks:MyTask
+    task_options: tuple[str, ...] = ()  # "name=value" each, for the task
+    group_size: int = 8  # samples of a prompt
+    prompts_per_step: int = 16
+    max_new_tokens: int = 16  # of a sample, all its turns together
+    n_slots: int = 64  # samples that a rank draws together
+    minibatches: int = 1  # optimizer steps that a step's samples are dealt out to
+    warm_up_steps: int = 0  # steps on the task's demonstrations before, of training.steps
+    reward_timeout_s: float = 10.0  # after it a reward has failed
+    dynamic_sampling: bool = False  # groups whose samples all got the same reward are replaced
+    most_refills: int = 10  # rounds of replacing, before a step goes on with what it has
+    most_barren_steps: int = 10  # steps in a row without anything to learn from; one more stops the run
+    baseline: Literal["none", "mean", "leave_one_out"] = "mean"  # what rewards are compared with in their group
+    deviation: Literal["none", "population", "sample"] = "population"  # what they are divided by; none: Dr. GRPO
+    advantage_eps: float = 1e-6
+    whiten: bool = False  # advantages over the whole step, REINFORCE++
+    aggregation: Literal["token", "sequence", "constant"] = "token"  # how tokens' losses make one; constant: over max_new_tokens
+    overlong_buffer_tokens: int = 0  # the last tokens before max_new_tokens, over which a sample loses up to 1; 0: it loses nothing
+    overlong_filter: bool = False  # samples that were cut are not trained on
+    temperature: float = 1.0  # of sampling, and so of every logprob
+    policy_loss: Literal["ppo", "gspo", "gspo_token", "cispo", "reinforce"] = "ppo"
+    clip_low: float = 0.2  # ratios below 1 - this, and above 1 + clip_high, are clipped
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # a bad sample's ratio counts as this at most
+    kl_loss: Literal["none", "k2", "k3", "k3_weighted"] = "none"  # a penalty for leaving the reference; k3 is GRPO's
+    kl_coef: float = 0.001
+    entropy_coef: float = 0.0  # of a bonus for entropy
+    rollout_correction: Literal["none", "truncate", "mask"] = "none"  # of generator and trainer not being the same
+    rollout_correction_of: Literal["token", "sequence"] = "token"
+    rollout_low: float = 0.5  # ratios of trainer to generator below it are masked
+    rollout_high: float = 2.0  # above it truncated or masked
+    off_policy_kl: float | None = None  # bad samples that drifted further, in nats a token, are left out
+
+
+@dataclass(frozen=True)
+class Profiling:
+    enable_profiling: bool = False  # traces of some steps by torch.profiler, for Perfetto or chrome://tracing
+    save_traces_folder: str = "profile_traces"  # inside the run's folder
+    profile_freq: int = 10  # steps between traces
+    profiler_active: int = 1  # steps in a trace
+    profiler_warmup: int = 3  # steps before it that the profiler runs without keeping anything
+    enable_memory_snapshot: bool = False  # of CUDA memory, every profile_freq steps and where it runs out
+    save_memory_snapshot_folder: str = "memory_snapshot"
 
 
 @dataclass(frozen=True)
@@ -188,6 +256,7 @@ class Config:
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
@@ -195,6 +264,8 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics = field(default_factory=Metrics)
+    rl: RL = field(default_factory=RL)
+    profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
 
@@ -203,7 +274,8 @@ class Help(Exception):
     """`--help` was among the overrides: its text."""
 
 
-Origins = Mapping[str, str]  # dotted key -> "file:line" or "the command line"; a key not in it stands at its default
+# Dotted key -> "file:line" or "the command line"; a key not in it stands at its default, one not in KEYS is torchtitan's and has no effect.
+Origins = Mapping[str, str]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, Origins]:
@@ -212,10 +284,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config
     Raises ConfigError for a missing file, a syntax error, an unknown key, a wrong type or a value that is not allowed.
     """
     path = Path(path)
-    found = _read_toml(path, seen=())
+    found = read_toml(path, KEYS, SECTIONS)
     cfg = Config()
-    for key, (value, origin) in found.items():
-        cfg = _replace(cfg, key, _checked(key, value, origin))
+    for key, (value, _) in found.items():
+        if key in KEYS:
+            cfg = _replace(cfg, key, value)
     origins = {key: origin for key, (_, origin) in found.items()}
     if overrides:
         cfg, given = _apply_overrides(cfg, overrides)
@@ -261,10 +334,18 @@ def to_toml(cfg: Config) -> str:
         if prefix != section:
             section = prefix
             lines += ["", f"[{section}]"]
-        value = list(value) if isinstance(value, tuple) else value
-        text = repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
-        lines.append(f"{name} = {text}".replace("\x7f", "\\u007f"))  # JSON has it raw, TOML has not
+        lines.append(f"{name} = {_as_toml(value)}")
     return "\n".join(lines[1:]) + "\n"
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if dataclasses.is_dataclass(value):
+        return f"{{{', '.join(f'{k} = {_as_toml(v)}' for k, v in vars(value).items() if v is not None)}}}"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON has it raw, TOML has not
 
 
 def _leaves(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -289,131 +370,6 @@ def _replace(cfg: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(cfg, **{name: _replace(getattr(cfg, name), rest, value) if rest else value})
 
 
-def _read_toml(path: Path, seen: tuple[Path, ...]) -> dict[str, tuple[Any, str]]:
-    """Dotted key -> (value, "file:line"), those of `extends` first."""
-    import tomli
-
-    try:
-        text = path.read_bytes().decode("utf-8-sig")  # some editors put a byte order mark
-    except OSError as e:
-        raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path}: not UTF-8 at byte {e.start}") from e
-    try:
-        table = tomli.loads(text)
-    except tomli.TOMLDecodeError as e:
-        raise ConfigError(f"{path}:{min(e.lineno, max(len(text.splitlines()), 1))}: not TOML: {e.msg}") from e
-
-    found: dict[str, tuple[Any, str]] = {}
-    lines = _key_lines(text)
-    base = table.pop("extends", None)
-    if base is not None:
-        where = f"{path}:{lines.get('extends', 1)}"
-        if not isinstance(base, str):
-            raise ConfigError(f"{where}: extends = {base!r}: expected the path of a TOML file, relative to this one")
-        base_path = path.parent / base
-        if not base_path.is_file():
-            raise ConfigError(f"{where}: extends = {base!r}: there is no file {base_path}")
-        if base_path.resolve() in (*seen, path.resolve()):
-            raise ConfigError(f"{where}: extends = {base!r} leads back to itself")
-        found |= _read_toml(base_path, (*seen, path.resolve()))
-
-    def walk(node: dict[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            key = prefix + name
-            where = f"{path}:{lines.get(key, 1)}"
-            if "." in name:
-                raise ConfigError(f"{where}: unknown key {prefix}{json.dumps(name)}: in quotes it is one name, not a path")
-            elif key in KEYS:
-                found[key] = (value, where)
-            elif key in SECTIONS and isinstance(value, dict):
-                walk(value, key + ".")
-            elif key in SECTIONS:
-                raise ConfigError(f"{where}: {key} = {value!r}: expected a section, [{key}]")
-            elif isinstance(value, dict):
-                raise ConfigError(f"{where}: unknown section [{key}]{nearest(key, SECTIONS)}")
-            else:
-                raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, [*KEYS, 'extends'])}")
-
-    walk(table, "")
-    return found
-
-
-def _key_lines(text: str) -> dict[str, int]:
-    """Dotted key or section -> the line its statement starts on (tomli gives lines for syntax errors only)."""
-    import tomli
-
-    lines: dict[str, int] = {}
-    section, statement = "", ""
-    for number, line in enumerate(text.split("\n"), 1):
-        statement += line + "\n"
-        try:
-            keys = list(_dotted(tomli.loads(statement), section))
-        except tomli.TOMLDecodeError:  # a string, list or table that goes on in the next line
-            continue
-        if statement.lstrip().startswith("["):
-            keys = [key.removeprefix(section) for key in keys]
-            section = keys[-1] + "."
-        for key in keys:  # a section may only ever appear inside a longer name
-            lines.setdefault(key, number + 1 - statement.count("\n"))
-        statement = ""
-    return lines
-
-
-def _dotted(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The names of everything in `table`, outer tables before what is in them."""
-    for name, value in table.items():
-        yield prefix + name
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{name}.")
-
-
-def _allowed(kind: Any) -> str:
-    """A type in the user's words."""
-    origin = get_origin(kind)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(choice) for choice in get_args(kind))
-    if origin in (Union, types.UnionType):
-        return " or ".join(_allowed(k) for k in get_args(kind) if k is not types.NoneType)
-    if origin is tuple:
-        return f"a list, each {_allowed(get_args(kind)[0])}"
-    return {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[kind]
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`; raises TypeError where it is something else."""
-    origin = get_origin(kind)
-    if origin in (Union, types.UnionType):
-        return _convert(value, next(k for k in get_args(kind) if k is not types.NoneType))
-    if origin is Literal and isinstance(value, str) and value in get_args(kind):
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_convert(v, get_args(kind)[0]) for v in value)
-    if kind is float and type(value) is int:
-        return float(value)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise TypeError
-
-
-def _checked(key: str, value: Any, where: str) -> Any:
-    try:
-        return _convert(value, KEYS[key])
-    except TypeError:
-        raise ConfigError(f"{where}: {key} = {value!r}: expected {_expected(key, value)}") from None
-
-
-def _expected(key: str, value: Any) -> str:
-    """What `key` may be, and the nearest choice to what was given."""
-    choices = _choices(KEYS[key])
-    wrong = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, str) and v not in choices]
-    return _allowed(KEYS[key]) + (nearest(wrong[0], choices) if wrong else "")
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    return get_args(kind) if get_origin(kind) is Literal else sum(map(_choices, get_args(kind)), ())
-
-
 def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set[str]]:
     """`--section.key value` on top of `cfg`, parsed by tyro; also `--section.flag`, `--section.no-flag`, `--section.flag true`."""
     given: dict[str, tuple[str, list[str]]] = {}  # key -> the option as it was written, its values; the last one counts
@@ -424,6 +380,8 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
         elif word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = _normal(name)
+            if key.startswith("data.sources"):
+                raise ConfigError(f"--{name}: sources are listed in a TOML file, as [[data.sources]]; for one there are --training.dataset and --training.dataset_path")
             if key not in KEYS:
                 raise ConfigError(f"unknown option --{name}{nearest(key, KEYS)} (options are --section.key value)")
             given[key] = name, [value] if equals else []
@@ -437,7 +395,7 @@ def _apply_overrides(cfg: Config, overrides: Sequence[str]) -> tuple[Config, set
     except ConfigError:
         for key, (name, values) in given.items():
             written = " ".join([f"--{name}", *values])
-            _parse(cfg, options[key], f"{written}: expected {_expected(key, values)}")
+            _parse(cfg, options[key], f"{written}: expected {expected(KEYS[key], values)}")
         raise
 
 

@@ -28,6 +28,21 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
+def label_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """logits [B, S, V] -> (log p of each label [B, S], entropy in nats [B, S]) of logits / temperature, in fp32 at least.
+
+    Where a label is IGNORE both are 0. Logits that are split over the vocabulary (a DTensor) are never gathered.
+    """
+    if isinstance(logits, DTensor):
+        first, group = _split_of(logits, -1)
+        found = _SplitLogprobs.apply(logits.to_local().flatten(0, 1), labels.flatten(), first, group, temperature)
+        return found[0].view_as(labels), found[1].view_as(labels)
+    counted = labels != IGNORE
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    logprobs = log_p.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    return logprobs * counted, -(log_p.exp() * log_p).sum(-1) * counted
+
+
 def linear_cross_entropy(hidden: Tensor, batch: Batch, *, head: nn.Linear, chunk_tokens: int) -> Tensor:
     """`cross_entropy(head(hidden), batch)` for hidden [B, S, D], with logits of `chunk_tokens` tokens at a time.
 
@@ -79,6 +94,36 @@ class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, scale: Tensor) -> tuple:
         return ctx.saved_tensors[0] * scale, None, None, None
+
+
+class _SplitLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_Nv: Tensor, labels_N: Tensor, first: int, group: dist.ProcessGroup, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32)) / temperature
+        highest = logits.amax(-1)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        logits = logits - highest[:, None]
+        counted = labels_N != IGNORE
+        local = labels_N - first
+        here = counted & (local >= 0) & (local < logits.shape[1])
+        index = local.clamp(0, logits.shape[1] - 1)[:, None]
+        exp = logits.exp()
+        sums = torch.stack([exp.sum(-1), (exp * logits).sum(-1), logits.gather(1, index).squeeze(1) * here])
+        dist.all_reduce(sums, group=group)
+        log_sum = sums[0].log()
+        entropies = (log_sum - sums[1] / sums[0]) * counted
+        ctx.save_for_backward(logits - log_sum[:, None], index, here, counted, entropies)
+        ctx.temperature, ctx.dtype = temperature, logits_Nv.dtype
+        return (sums[2] - log_sum) * counted, entropies
+
+    @staticmethod
+    def backward(ctx, d_logprobs: Tensor, d_entropies: Tensor) -> tuple:
+        log_p, index, here, counted, entropies = ctx.saved_tensors
+        p = log_p.exp()
+        gradient = -p * (d_logprobs * counted)[:, None]
+        gradient.scatter_add_(1, index, (d_logprobs * here)[:, None])
+        gradient -= p * (log_p + entropies[:, None]) * (d_entropies * counted)[:, None]
+        return (gradient / ctx.temperature).to(ctx.dtype), None, None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -10,27 +10,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder
-from titanlite.config import Config, Origins, to_toml
-from titanlite.data.loader import TrainLoader, build_train_loader, validation_batches
-from titanlite.data.sources import Source, build_source
+from titanlite.config import KEYS, Config, Origins, to_toml
+from titanlite.data.build import build_heldout, build_sources, order_fingerprint
+from titanlite.data.loader import TrainLoader, build_train_loader, data_have_ended, validation_batches
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
 from titanlite.models import get_args
 from titanlite.observe.metrics import MetricsLogger, StepTimer
+from titanlite.observe.profiler import profiling
 from titanlite.parallel.collective import on_rank_0, rank_0_first
 from titanlite.parallel.compat import set_timeout
 from titanlite.resume import Saver, export_last, find_checkpoint, setup_from
 from titanlite.run_folder import open_run_folder, record_start
+from titanlite.torchtitan import LACKING
 from titanlite.trainer import Run, join, next_microbatches, step_record, train_step, validation_loss
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, logger
 from titanlite.validate import global_batch_size
 
 
-def train(cfg: Config, _: Origins) -> int:
+def train(cfg: Config, origins: Origins) -> int:
     """Trains up to `training.steps`, from the run's newest checkpoint where there is one. Returns the exit code."""
     mesh = join(cfg)
     t = cfg.training
     with open_run_folder(cfg, mesh) as folder:
+        for key in origins.keys() - KEYS:
+            logger.warning(f"{key} has no effect: {LACKING[key].why} ({origins[key]})")
         if cfg.job.print_config:
             logger.info(to_toml(cfg))
         checkpoints = checkpoint_folder(cfg, folder)
@@ -39,24 +43,29 @@ def train(cfg: Config, _: Origins) -> int:
             logger.info(f"run={folder} is finished: step {start} of {t.steps}; a higher --training.steps prolongs it")
             return EXIT_DONE
 
-        source = rank_0_first(lambda: _source(cfg, "training"))
-        heldout = rank_0_first(lambda: _source(cfg, "validation")) if cfg.validation.enable else None
-        tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, source))
+        sources = rank_0_first(lambda: build_sources(cfg))
+        heldout = rank_0_first(lambda: build_heldout(cfg)) if cfg.validation.enable else None
+        tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, sources))
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)
 
         rows = global_batch_size(cfg, mesh.degrees)
-        run, positions = setup_from(cfg, mesh, checkpoints, start, rows, source.fingerprint)
+        fingerprint = order_fingerprint(cfg, sources)
+        run, positions = setup_from(cfg, mesh, checkpoints, start, rows, fingerprint)
+        if data_have_ended(cfg.data, sources, positions):
+            logger.info(f"run={folder} is finished: data.epochs={cfg.data.epochs} were read at step {run.step}; a higher number prolongs it")
+            return EXIT_DONE
         ranks = {"dp_rank": mesh.batch_rank, "dp_degree": mesh.degrees.batch}
         loader = build_train_loader(
-            t, source, tokenizer, seed=cfg.debug.seed, global_batch_size=rows, positions=positions, **ranks
+            t, cfg.data, sources, tokenizer, seed=cfg.debug.seed, global_batch_size=rows, positions=positions, **ranks
         )
         record_start(folder, cfg, mesh)
         validate_now = None
         if heldout is not None:
             validate_now = lambda: validation_loss(run, validation_batches(cfg.validation, heldout, tokenizer, **ranks))  # noqa: E731
-        saver = Saver(run, loader, checkpoints, data=source.fingerprint) if cfg.checkpoint.enable else None
+        saver = Saver(run, loader, checkpoints, data=fingerprint) if cfg.checkpoint.enable else None
         try:
-            code = _loop(run, loader, folder, validate_now, saver)
+            with profiling(cfg.profiling, folder, rank=mesh.rank, step=run.step) as step_ended:
+                code = _loop(run, loader, folder, validate_now, saver, step_ended)
             if cfg.checkpoint.last_save_in_hf and code == EXIT_DONE:
                 export_last(run, folder, checkpoints)
             return code
@@ -66,24 +75,26 @@ def train(cfg: Config, _: Origins) -> int:
 
 
 def _loop(
-    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float | None] | None, saver: Saver | None
+    run: Run, loader: TrainLoader, folder: Path, validate_now: Callable[[], float | None] | None, saver: Saver | None, step_ended: Callable[[], None]
 ) -> int:
     cfg, steps = run.cfg, run.cfg.training.steps
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: setattr(run, "stop_asked", True))
     gc.disable()  # ranks that collect garbage at different times wait for each other
     metrics = _metrics(run, folder) if run.mesh.rank == 0 else None
-    timer, first_step, saved = StepTimer(), run.step + 1, True
+    timer, first_step, saved, done = StepTimer(), run.step + 1, True, False
     while run.step < steps:
         timer.start()
         microbatches = next_microbatches(run, loader)
+        run.has_more = loader.has_more()
         timer.data_ready()
         measured = train_step(run, microbatches, run.loss_fn)
         timer.stop()
 
-        last = run.step == steps or measured.stop
+        done = run.step == steps or measured.data_ended
+        last = done or measured.stop
         heldout_loss = None
-        if validate_now and (run.step == steps or run.step % cfg.validation.freq == 0 and not last):
+        if validate_now and (done or run.step % cfg.validation.freq == 0 and not last):
             heldout_loss = validate_now()
             last |= heldout_loss is None  # a rank was asked to stop
         if metrics and (run.step % cfg.metrics.log_freq == 0 or run.step == first_step or last or heldout_loss is not None):
@@ -95,10 +106,12 @@ def _loop(
                 set_timeout(cfg.comm.train_timeout_seconds, group)
         if run.step % cfg.training.gc_freq == 0:
             gc.collect(1)
+        step_ended()
+        if measured.data_ended:
+            logger.info(f"data_ended step={run.step} epochs={cfg.data.epochs}: all ranks stop here")
         if last:
             break
     loader.close()
-    done = run.step == steps
     if metrics:
         metrics.event("done" if done else "stopped", step=run.step)
         metrics.close()
@@ -115,12 +128,6 @@ def _metrics(run: Run, folder: Path) -> MetricsLogger:
     return MetricsLogger(
         folder, tensorboard_folder=tensorboard_folder, start_step=run.step, total_steps=cfg.training.steps
     )
-
-
-def _source(cfg: Config, section: str) -> Source:
-    t, part = cfg.training, getattr(cfg, section)
-    options = {"text_key": t.text_key, "skip_bad_records": t.skip_bad_records, "section": section}
-    return build_source(part.dataset, part.dataset_path, **options)
 
 
 def main() -> int:

@@ -46,6 +46,7 @@ class Run:
     step: int = 0
     tokens: int = 0  # labels trained on, over all ranks
     stop_asked: bool = False  # a signal came in on this rank
+    has_more: bool = True  # this rank has rows for another step
     data_error: Exception | None = None  # this rank could not read its rows
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -60,6 +61,7 @@ class StepMetrics:
     tokens: int  # labels of the step, over all ranks
     stop: bool  # a rank was asked to stop
     figures: dict[str, float] = field(default_factory=dict)  # that only some models have: mtp_loss, and what update_routers tells
+    data_ended: bool = False  # no rank has rows for another step
 
 
 def join(cfg: Config) -> Mesh:
@@ -129,10 +131,10 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     # The control word: one all-reduce, waited for once, so that no rank ever decides alone.
     loss = loss if mesh.counts_loss else torch.zeros_like(loss)
     squares = local_square_sum(run.counted, mesh.world_size // mesh.degrees.pp)
-    flags = torch.tensor([run.stop_asked, run.data_error is not None], dtype=torch.float64)
+    flags = torch.tensor([run.stop_asked, run.has_more, run.data_error is not None], dtype=torch.float64)
     word = torch.cat([torch.stack([loss, squares.to(loss.device)]), flags.to(loss.device)])
     dist.all_reduce(word)
-    loss, square_sum, stop, data_error = word.tolist()
+    loss, square_sum, stop, has_more, data_error = word.tolist()
     if data_error:
         _raise_data_error(run)
     if not math.isfinite(loss) or not math.isfinite(square_sum):
@@ -157,7 +159,7 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
         run.mtp_loss.zero_()
     run.step += 1
     run.tokens += int(labels.item())
-    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop), figures)
+    return StepMetrics(loss, grad_norm, lr, int(labels.item()), bool(stop), figures, data_ended=not has_more)
 
 
 def step_record(

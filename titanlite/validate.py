@@ -1,6 +1,7 @@
 """Rejects every illegal combination before any device work, with the key, the arithmetic and the nearest legal values."""
 
 import functools
+import importlib.util
 import math
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config import Config, Model
+from titanlite.config import Config, Model, Profiling
 from titanlite.models import get_args, get_hf, get_model, get_plan
 from titanlite.models.hf import config_from
 from titanlite.parallel.compat import read_csv_schedule
@@ -23,7 +24,7 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     """The parallel degrees of a legal configuration. Raises ConfigError otherwise."""
     degrees = resolve_degrees(cfg.parallelism, world_size)
     _check_tensor_parallel(cfg, degrees)
-    _check_experts(cfg.model, degrees)
+    _check_experts(cfg, degrees)
     _check_sequence(cfg, degrees)
     _check_ranges(cfg)
     rows = global_batch_size(cfg, degrees) // degrees.batch
@@ -59,6 +60,8 @@ def validate(cfg: Config, world_size: int) -> Degrees:
             "checkpoint.enable",
         )
     _check_hugging_face(cfg)
+    _check_profiling(cfg.profiling)
+    _check_data(cfg)
     option = ac.selective_ac_option
     if ac.mode == "selective" and option != "op" and not (option.isdecimal() and int(option) > 0):
         raise ConfigError(
@@ -80,6 +83,19 @@ def validate(cfg: Config, world_size: int) -> Degrees:
     return degrees
 
 
+def _check_profiling(cfg: Profiling) -> None:
+    keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
+    if cfg.enable_profiling and cfg.profile_freq < cfg.profiler_warmup + cfg.profiler_active:
+        raise ConfigError(
+            f"{keys[0]}={cfg.profile_freq} must be at least {keys[1]}={cfg.profiler_warmup} + {keys[2]}={cfg.profiler_active} = "
+            f"{cfg.profiler_warmup + cfg.profiler_active}",
+            *keys,
+        )
+    if cfg.enable_memory_snapshot and not torch.cuda.is_available():
+        key = "profiling.enable_memory_snapshot"
+        raise ConfigError(f"{key}=true needs CUDA devices: PyTorch keeps no history of other memory; use false", key)
+
+
 def _check_hugging_face(cfg: Config) -> None:
     c = cfg.checkpoint
     if c.initial_load_in_hf and not c.initial_load_path and not cfg.model.hf_assets_path:
@@ -97,6 +113,28 @@ def _check_hugging_face(cfg: Config) -> None:
         if not c.enable:
             raise ConfigError("checkpoint.last_save_in_hf=true needs checkpoint.enable=true", "checkpoint.last_save_in_hf", "checkpoint.enable")
         config_from(get_args(cfg.model), get_hf(cfg.model))  # now, not at the end
+
+
+def _check_data(cfg: Config) -> None:
+    d, t = cfg.data, cfg.training
+    if d.sources and (t.dataset != "stdlib" or t.dataset_path is not None):
+        raise ConfigError(
+            f"training.dataset={t.dataset!r} and training.dataset_path={t.dataset_path!r} are the short form of one [[data.sources]] entry, "
+            f"and {len(d.sources)} are given: use one form",
+            "training.dataset",
+            "training.dataset_path",
+            "data.sources",
+        )
+    for i, source in enumerate(d.sources):
+        if not 0 < source.weight < math.inf:
+            raise ConfigError(f"data.sources[{i}].weight={source.weight}: must be above 0 and finite", "data.sources")
+    if d.epochs is not None and len(d.sources) > 1:
+        raise ConfigError(
+            f"data.epochs={d.epochs} with {len(d.sources)} data.sources: sources of other weights than sizes end at different times; "
+            f"let training.steps end the run, or give one source",
+            "data.epochs",
+            "data.sources",
+        )
 
 
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
@@ -129,12 +167,12 @@ def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
         )
 
 
-def _check_experts(cfg: Model, degrees: Degrees) -> None:
-    moe = getattr(get_args(cfg), "moe", None)
+def _check_experts(cfg: Config, degrees: Degrees) -> None:
+    model, moe = cfg.model, getattr(get_args(cfg.model), "moe", None)
     keys = ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
     if moe is None:
         if degrees.ep * degrees.etp > 1:
-            raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {cfg.name} {cfg.flavor} has no experts: set both to 1", *keys)
+            raise ConfigError(f"{keys[0]}={degrees.ep}, {keys[1]}={degrees.etp}: {model.name} {model.flavor} has no experts: set both to 1", *keys)
         return
     if moe.capacity_factor is not None and (moe.capacity_factor <= 0 or degrees.etp > 1):
         raise ConfigError(
@@ -143,12 +181,28 @@ def _check_experts(cfg: Model, degrees: Degrees) -> None:
             "model.moe_capacity_factor",
             keys[1],
         )
+    if cfg.parallelism.expert_parallel_comm_backend == "deepep":
+        _check_deepep(cfg, degrees)
     for key, degree, what, size in (
         (keys[0], degrees.ep, "experts", moe.n_experts),
         (keys[1], degrees.etp, "of an expert's width", moe.hidden_dim),
     ):
         if size % degree:
-            raise ConfigError(f"{key}={degree} must divide the {size} {what} of {cfg.name} {cfg.flavor}: use one of {divisors(size)}", key)
+            raise ConfigError(f"{key}={degree} must divide the {size} {what} of {model.name} {model.flavor}: use one of {divisors(size)}", key)
+
+
+def _check_deepep(cfg: Config, degrees: Degrees) -> None:
+    backend, t = "parallelism.expert_parallel_comm_backend", cfg.training
+    lacking = {
+        "parallelism.expert_parallel_degree above 1": degrees.ep > 1,
+        "parallelism.expert_tensor_parallel_degree=1": degrees.etp == 1,
+        "training.mixed_precision_param='bfloat16'": t.mixed_precision_param == "bfloat16",
+        "no model.moe_capacity_factor": cfg.model.moe_capacity_factor is None,
+        "CUDA devices": torch.cuda.is_available(),
+        "the package deep_ep": importlib.util.find_spec("deep_ep") is not None,
+    }
+    if missing := [what for what, there in lacking.items() if not there]:
+        raise ConfigError(f"{backend}='deepep' needs {', '.join(missing)}: use 'standard', or see to these", backend)
 
 
 def _check_sequence(cfg: Config, degrees: Degrees) -> None:
@@ -307,7 +361,8 @@ _AT_LEAST = {
     "training.dataloader.prefetch_factor": 1, "optimizer.lr": 0, "optimizer.eps": 0, "optimizer.weight_decay": 0,
     "lr_scheduler.warmup_steps": 0, "lr_scheduler.total_steps": 1, "lr_scheduler.min_lr_factor": 0, "checkpoint.interval": 1,
     "checkpoint.keep_latest_k": 0, "checkpoint.max_failed_saves": 0, "checkpoint.load_step": -1, "metrics.log_freq": 1, "comm.init_timeout_seconds": 1, "comm.train_timeout_seconds": 1,
-    "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
+    "data.epochs": 1,
+    "profiling.profile_freq": 1, "profiling.profiler_active": 1, "profiling.profiler_warmup": 0, "model.vocab_size": 2, "model.mtp_depth": 0, "model.rope_theta": 1, "model.rope_scaling_factor": 1, "model.rope_original_seq_len": 1,
     "training.mtp_loss_weight": 0, "debug.seed": 0, "parallelism.pipeline_parallel_layers_per_stage": 1,
     "parallelism.pipeline_parallel_first_stage_less_layers": 0, "parallelism.pipeline_parallel_last_stage_less_layers": 0,
 }  # fmt: skip

@@ -71,6 +71,12 @@ def test_the_gpu_benchmark_goes_on_after_a_case_that_is_too_large_and_stops_at_i
     assert len(rows) == 6 and all(row["outcome"].startswith("skipped") for row in rows)
 
 
+def test_the_benchmark_of_experts_prints_a_ratio_at_equal_active_flops():
+    small = ("--dim", "64", "--n_layers", "1", "--rows", "2", "--seq_len", "16", "--rounds", "1", "--repeats", "1")
+    head, *lines = run("benchmarks/moe.py", *small).splitlines()
+    assert 1 < float(head.split()[-1]) < 1.1 and [line.split()[0] for line in lines] == ["float32", "bfloat16"]
+
+
 def test_the_train_step_benchmark_prints_a_ratio_and_the_noise_for_each_dtype():
     lines = run("benchmarks/train_step.py", "--tiny").splitlines()
     losses = {}

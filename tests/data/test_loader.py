@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from titanlite.batch import IGNORE
-from titanlite.config import DataLoader, Training, Validation
-from titanlite.data.loader import _StepRows, build_train_loader, validation_batches
+from titanlite.config import Data, DataLoader, DataSource, Training, Validation
+from titanlite.data.loader import _StepRows, build_train_loader, data_have_ended, validation_batches
+from titanlite.data.mixing import Turns
+from titanlite.data.packing import Documents
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.utils import ConfigError
 
@@ -26,12 +29,13 @@ def build():
     loaders = []
 
     def build_loader(
-        source, dp_rank=0, dp_degree=1, positions=None, *, workers=0, local=2, rows=ROWS, prefetch=None, seq_len=SEQ_LEN
+        source, dp_rank=0, dp_degree=1, positions=None, *, workers=0, local=2, rows=ROWS, prefetch=None, seq_len=SEQ_LEN, **data
     ):
         options = DataLoader(num_workers=workers, prefetch_factor=prefetch)
         cfg = Training(local_batch_size=local, seq_len=seq_len, dataloader=options)
         ranks = {"dp_rank": dp_rank, "dp_degree": dp_degree, "global_batch_size": rows}
-        loaders.append(build_train_loader(cfg, source, BYTES, seed=7, positions=positions, **ranks))
+        sources = source if isinstance(source, list) else [source]
+        loaders.append(build_train_loader(cfg, Data(**data), sources, BYTES, seed=7, positions=positions, **ranks))
         return loaders[-1]
 
     yield build_loader
@@ -42,7 +46,7 @@ def build():
 def rows_of(batches):
     """[R, 4, S]: the rows of a step, with documents filled in."""
     full = [b._replace(documents=torch.zeros_like(b.tokens) if b.documents is None else b.documents) for b in batches]
-    return torch.cat([torch.stack(b, dim=1) for b in full])
+    return torch.cat([torch.stack(b[:4], dim=1) for b in full])
 
 
 def read(loaders, steps):
@@ -90,7 +94,7 @@ def test_a_run_goes_on_undisturbed_with_other_ranks_and_workers_each_time(build,
 
 def test_steps_that_workers_prepared_ahead_do_not_count_as_read(build, source):
     ahead, plain = build(source, workers=2, prefetch=8), build(source)
-    assert ahead.positions.tolist() == [[stream, 0] for stream in range(ROWS)]
+    assert ahead.positions.tolist() == [[row, 0, 0, 0] for row in range(ROWS)]
     for _ in range(3):
         next(ahead), next(plain)
         assert torch.equal(ahead.positions, plain.positions)
@@ -113,7 +117,7 @@ def test_workers_that_cannot_share_the_rows_evenly_are_refused(build, source):
 
 def test_a_checkpoint_of_another_global_batch_size_is_refused(build, source):
     with pytest.raises(ConfigError, match="training.global_batch_size=8, but the checkpoint's data were split for 16"):
-        build(source, positions=torch.zeros(16, 2, dtype=torch.int64))
+        build(source, positions=torch.zeros(16, 4, dtype=torch.int64))
 
 
 def test_fewer_documents_than_rows_are_told_of(build, source_of, caplog):
@@ -163,18 +167,18 @@ def test_close_ends_the_workers_before_and_after_the_first_step(build, source):
 def test_the_interpreter_ends_with_workers_running_and_imports_only_what_is_used():
     program = """
 import sys
-from titanlite.config import DataLoader, Model, Training
+from titanlite.config import Data, DataLoader, DataSource, Model, Training
+from titanlite.data.build import build_source
 from titanlite.data.loader import build_train_loader
-from titanlite.data.sources import build_source
 from titanlite.data.tokenizer import build_tokenizer
 
 unused = {"datasets", "tokenizers", "torchdata"}
-source, tokenizer = build_source("stdlib", None), build_tokenizer(Model(), None, None)
+sources, tokenizer = [build_source(DataSource("stdlib"))], build_tokenizer(Model(), None, None)
 options = {"seed": 0, "dp_rank": 0, "dp_degree": 1, "global_batch_size": 8}
-next(build_train_loader(Training(), source, tokenizer, **options))
+next(build_train_loader(Training(), Data(), sources, tokenizer, **options))
 assert not unused & set(sys.modules), unused & set(sys.modules)
 
-loader = build_train_loader(Training(dataloader=DataLoader(num_workers=2)), source, tokenizer, **options)
+loader = build_train_loader(Training(dataloader=DataLoader(num_workers=2)), Data(), sources, tokenizer, **options)
 next(loader)
 raise SystemExit(3)
 """
@@ -199,10 +203,47 @@ def test_workers_end_soon_after_a_trainer_that_was_killed(build, source_of):
         ours.recv()
 
 
-def test_what_a_worker_gets_can_be_pickled_for_other_start_methods(source, texts):
-    rows = _StepRows(texts, BYTES, SEQ_LEN, torch.zeros(2, 2, dtype=torch.int64).numpy(), stride=2, seed=0)
-    fields, after = next(iter(pickle.loads(pickle.dumps(rows))))
-    assert fields.shape == (4, 2, SEQ_LEN) and after.shape == (2, 2)
+# A mixture, best fit, data that end
+
+MIXED = {"sources": (DataSource("text", weight=2.0), DataSource("jsonl", weight=1.0)), "packing": "best_fit"}
+
+
+@pytest.mark.parametrize("dp_degree, workers", [(2, 2), (4, 0)])
+def test_a_mixture_packed_by_best_fit_does_not_depend_on_ranks_and_workers_and_resumes(build, texts, source_of, dp_degree, workers):
+    mixture = [source_of(texts), source_of([text.upper() for text in texts])]
+    rows, positions = read([build(mixture, **MIXED)], 20)
+    loaders = [build(mixture, rank, dp_degree, workers=workers, **MIXED) for rank in range(dp_degree)]
+    first, halfway = read(loaders, 9)
+    rest, end = read([build(mixture, positions=halfway, **MIXED)], 11)
+    assert torch.equal(torch.cat([first, rest]), rows) and torch.equal(end, positions)
+    upper = [any(65 <= t <= 70 for t in row[0].tolist()) for step in rows for row in step]
+    assert sum(upper) == pytest.approx(len(upper) / 3, abs=2)
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+@pytest.mark.parametrize("dp_degree, workers", [(1, 0), (4, 2)])
+def test_uneven_data_end_for_all_ranks_with_each_sample_read_once(build, texts, source, packing, dp_degree, workers):
+    data = {"epochs": 1, "packing": packing}
+    loaders = [build(source, rank, dp_degree, workers=workers, **data) for rank in range(dp_degree)]
+    steps = []
+    while any(loader.has_more() for loader in loaders):
+        steps.append(read(loaders, 1))
+    rows = torch.cat([rows for rows, _ in steps]).flatten(0, 1)
+    pairs = Counter(zip(*rows[:, :2].transpose(0, 1)[:, rows[:, 1] != IGNORE].tolist(), strict=True))
+    ids = [BYTES.encode_document(text).tolist() for text in texts]
+    assert pairs == Counter(pair for document in ids for pair in zip(document, document[1:], strict=False))
+    assert any((row[1] == IGNORE).all() for row in steps[-1][0][0])  # some rows had ended earlier
+    assert data_have_ended(Data(**data), [source], steps[-1][1])
+    assert not data_have_ended(Data(**data), [source], steps[-2][1])
+    assert not data_have_ended(Data(packing=packing), [source], steps[-1][1])
+
+
+def test_what_a_worker_gets_can_be_pickled_for_other_start_methods(build, source):
+    rows = next(build(source)._steps)[0]
+    documents, turns = Documents(source, BYTES, 7), Turns([1.0])
+    steps = _StepRows([documents], turns, "split", SEQ_LEN, np.array([(row, 0, 0, 0) for row in range(ROWS)]), first=0, stride=ROWS, seed=7)
+    fields, after = next(iter(pickle.loads(pickle.dumps(steps))))
+    assert (fields == rows).all() and after.shape == (ROWS, 4)
 
 
 def validation_rows(source, dp_degree, *, local=2, steps=-1):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.data import sources
-from titanlite.data.sources import build_source
+from titanlite.config import DataSource
+from titanlite.data import build, files, records
 from titanlite.utils import ConfigError
 
 
@@ -35,6 +35,10 @@ def jsonl(tmp_path):
         return str(tmp_path / name)
 
     return write
+
+
+def build_source(name, path, *, text_key="text", **options):
+    return build.build_source(DataSource(name, path, text_key=text_key), **options)
 
 
 def documents(source):
@@ -64,7 +68,7 @@ def test_the_standard_library_is_split_into_two_parts_without_tests_and_installe
 def test_documents_of_the_standard_library_are_small_and_together_are_its_files():
     source = build_source("stdlib_heldout", None)
     texts = [source[i] for i in range(len(source))]
-    assert all(texts) and sum(len(t.encode()) >= sources.STDLIB_DOCUMENT_BYTES for t in texts) > len(texts) / 2
+    assert all(texts) and sum(len(t.encode()) >= files.STDLIB_DOCUMENT_BYTES for t in texts) > len(texts) / 2
     whole = sorted(Path(f).read_bytes().decode() for f in source.files if Path(f).stat().st_size)
     by_file = [[t for t, (f, _, _) in zip(texts, source.pieces.tolist()) if f == i] for i in range(len(source.files))]
     assert sorted("".join(pieces) for pieces in by_file if pieces) == whole
@@ -140,7 +144,7 @@ def test_the_fingerprint_tells_other_data_but_not_another_place(tmp_path):
 def test_files_that_are_not_there_are_refused(name, tmp_path):
     path = f"{tmp_path}/nothing"
     assert refused(name, path) == f"training.dataset_path={path}: {path}: No such file or directory"
-    message = refused(name, str(tmp_path), section="validation")
+    message = refused(name, str(tmp_path), key="validation.dataset_path")
     suffix = {"text": "txt", "jsonl": "jsonl"}[name]
     assert message == f"validation.dataset_path={tmp_path}: no file found (of a folder, all *.{suffix} are read)"
     assert "no file found" in refused(name, f"{tmp_path}/*.data")
@@ -157,7 +161,7 @@ def test_a_link_to_nowhere_is_refused(name, tmp_path):
 def test_empty_data_are_refused(name, tmp_path):
     path = str(tmp_path / "a")
     open(path, "w").close()
-    assert refused(name, path) == f"training.dataset_path={path}: no documents: 1 empty files, 0 bad records"
+    assert refused(name, path) == f"training.dataset_path={path}: no documents: all is empty, 0 bad records"
 
 
 @pytest.mark.parametrize("name", ["text", "jsonl"])
@@ -167,7 +171,7 @@ def test_data_without_permission_are_refused(name, tmp_path, monkeypatch):
     def deny(file, *_):
         raise PermissionError(13, "Permission denied", file)
 
-    monkeypatch.setattr(sources, "open", deny, raising=False)  # root may open everything
+    monkeypatch.setattr(files if name == "text" else records, "open", deny, raising=False)  # root may open everything
     path = str(tmp_path / "a")
     assert refused(name, path) == f"training.dataset_path={path}: {path}: Permission denied"
 
@@ -239,7 +243,7 @@ def test_jsonl_data_converted_earlier_are_never_stale(jsonl):
 def test_jsonl_data_are_converted_once(jsonl, monkeypatch):
     path = jsonl({"text": "a"}, b"broken")
     first = build_source("jsonl", path, skip_bad_records=True)
-    monkeypatch.setattr(sources, "_read_record", None)
+    monkeypatch.setattr(records, "_read_record", None)
     again = build_source("jsonl", path, skip_bad_records=True)
     assert documents(again) == ["a"] and again.skipped == first.skipped == 1
 
@@ -277,7 +281,7 @@ def test_a_bad_jsonl_record_is_refused_with_its_place_and_the_fix(jsonl, line, p
     path = jsonl({"text": "good"}, line, {"text": "good"})
     message = refused("jsonl", path)
     assert message.startswith(f"training.dataset_path={path}: {path}:2: ") and problem in message
-    assert "see training.text_key='text', or set training.skip_bad_records=true" in message
+    assert "see text_key='text', or set training.skip_bad_records=true" in message
 
 
 def test_bad_jsonl_records_are_left_out_counted_and_told_of_when_asked(jsonl, caplog):
@@ -292,7 +296,7 @@ def test_bad_jsonl_records_are_left_out_counted_and_told_of_when_asked(jsonl, ca
 
 def test_jsonl_data_with_nothing_but_bad_records_are_refused(jsonl):
     path = jsonl(b"bad", b"worse")
-    assert "no documents: 1 empty files, 2 bad records" in refused("jsonl", path, skip_bad_records=True)
+    assert "no documents: all is empty, 2 bad records" in refused("jsonl", path, skip_bad_records=True)
 
 
 @pytest.mark.parametrize("name", ["stdlib", "text", "jsonl"])

@@ -15,7 +15,7 @@ SAMPLE = ["The quick brown fox jumps over the lazy dog. ", "def f(x):\n    retur
 
 @pytest.fixture(scope="module")
 def bpe():
-    return build_tokenizer(Model(tokenizer="bpe", vocab_size=300), None, SAMPLE)
+    return build_tokenizer(Model(tokenizer="bpe", vocab_size=300), None, [SAMPLE])
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_bpe_merges_what_its_data_repeat_and_keeps_to_its_size(bpe):
 
 def test_bpe_trained_again_is_the_same_and_is_read_from_the_runs_folder(tmp_path, bpe):
     cfg = Model(tokenizer="bpe", vocab_size=300)
-    trained = build_tokenizer(cfg, tmp_path / "run", SAMPLE)
+    trained = build_tokenizer(cfg, tmp_path / "run", [SAMPLE])
     assert trained.backend.to_str() == bpe.backend.to_str()
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["tokenizer.json"]
     loaded = build_tokenizer(cfg, tmp_path / "run", None)
@@ -127,14 +127,14 @@ def test_bpe_trained_again_is_the_same_and_is_read_from_the_runs_folder(tmp_path
 def test_bpe_takes_its_sample_from_all_over_the_data(monkeypatch, source_of):
     monkeypatch.setattr("titanlite.data.tokenizer.BPE_SAMPLE_CHARACTERS", 2000)
     source = source_of(["aaaa " * 20] * 500 + ["bbbb " * 20] * 500)
-    tokenizer = build_tokenizer(Model(tokenizer="bpe", vocab_size=300), None, source)
+    tokenizer = build_tokenizer(Model(tokenizer="bpe", vocab_size=300), None, [source])
     assert len(tokenizer.encode_document("aaaa")) == len(tokenizer.encode_document("bbbb")) == 3
 
 
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_bpe_without_room_for_all_bytes_is_refused(vocab_size):
     with pytest.raises(ConfigError, match=rf"needs model.vocab_size >= 257 \(256 bytes .*\), not {vocab_size}"):
-        build_tokenizer(Model(tokenizer="bpe", vocab_size=vocab_size), None, SAMPLE)
+        build_tokenizer(Model(tokenizer="bpe", vocab_size=vocab_size), None, [SAMPLE])
 
 
 def test_bpe_that_cannot_be_read_is_refused(tmp_path):

@@ -140,7 +140,7 @@ class _Samples:
         starts = self.loader.positions.tolist()
         batches = next(self.loader)
         rows = torch.cat([batch.tokens for batch in batches])
-        self.samples = [f"{c}:{used}:{zlib.crc32(row.numpy().tobytes()):08x}" for (c, used), row in zip(starts, rows, strict=True)]
+        self.samples = [f"{c}:{used}:{zlib.crc32(row.numpy().tobytes()):08x}" for (c, used, *_), row in zip(starts, rows, strict=True)]
         return batches
 
     def __getattr__(self, name: str):

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count, islice
 
 import numpy as np
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from titanlite.batch import Batch
-from titanlite.config import DataLoader, Training, Validation
-from titanlite.data.packing import packed_rows, padding
+from titanlite.config import Data, DataLoader, Training, Validation
+from titanlite.data.mixing import Turns, mixed_rows
+from titanlite.data.packing import PACKINGS, STATE, Documents, Row, padding, split_rows
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import ConfigError, logger
@@ -27,14 +28,15 @@ Step = tuple[np.ndarray, np.ndarray]
 class TrainLoader:
     """Each `next` returns a step: R / local_batch_size microbatches of [local_batch_size, S] on the CPU.
 
-    `positions` [R, 2] int64 is where each row's stream stands after the last step returned. Gathered over the
-    data-parallel ranks it is all a checkpoint needs, whatever was prefetched.
+    `positions` [R, W] int64 is where each row stands after the last step returned: for each source the three integers of
+    `packing.State`, then the number of steps. Gathered over the data-parallel ranks it is all a checkpoint needs, whatever
+    was prefetched.
     """
 
     def __init__(
-        self, steps: "Generator[Step] | _Workers", positions: Tensor, local_batch_size: int, *, pin_memory: bool
+        self, steps: "Generator[Step] | _Workers", positions: Tensor, end: float, local_batch_size: int, *, pin_memory: bool
     ):
-        self.positions = positions
+        self.positions, self._end = positions, end
         self._steps = steps
         self._local_batch_size = local_batch_size
         self._pin_memory = pin_memory
@@ -51,6 +53,10 @@ class TrainLoader:
             fields = fields.pin_memory()
         return [_batch(part) for part in fields.split(self._local_batch_size, dim=1)]
 
+    def has_more(self) -> bool:
+        """Whether there are documents left for this rank's rows. Rows that have none are padding."""
+        return _has_more(self.positions, self._end)
+
     def close(self) -> None:
         """Ends the workers."""
         self._steps.close()
@@ -59,7 +65,8 @@ class TrainLoader:
 
 def build_train_loader(
     cfg: Training,
-    source: Source,
+    data: Data,
+    sources: Sequence[Source],
     tokenizer: Tokenizer,
     *,
     seed: int,
@@ -68,57 +75,85 @@ def build_train_loader(
     global_batch_size: int,
     positions: Tensor | None = None,
 ) -> TrainLoader:
-    """The loader of one data-parallel rank: row r of every step comes from stream r of global_batch_size.
+    """The loader of one data-parallel rank: row r of every step comes from streams r of global_batch_size.
 
-    `positions` [global_batch_size, 2] is the gathered table of a checkpoint, of any number of ranks and workers.
+    `positions` [global_batch_size, W] is the gathered table of a checkpoint, of any number of ranks and workers.
     Raises ConfigError when the table is of another batch size, or when the workers cannot share the rows evenly.
     """
     if positions is None:
-        positions = torch.tensor([(stream, 0) for stream in range(global_batch_size)])
+        positions = torch.tensor([(row, 0, 0) * len(sources) + (0,) for row in range(global_batch_size)])
     if len(positions) != global_batch_size:
         raise ConfigError(
             f"training.global_batch_size={global_batch_size}, but the checkpoint's data were split for "
             f"{len(positions)}: only that size goes on with each sample exactly once",
             "training.global_batch_size",
         )
-    if len(source) < global_batch_size:
-        logger.warning(f"documents={len(source)} rows={global_batch_size}: rows of one step hold the same document")
+    if (fewest := min(map(len, sources))) < global_batch_size:
+        logger.warning(f"documents={fewest} rows={global_batch_size}: rows of one step hold the same document")
     n_rows = global_batch_size // dp_degree
     positions = positions[dp_rank * n_rows : (dp_rank + 1) * n_rows]
-    rows = _StepRows(source, tokenizer, cfg.seq_len, positions.numpy(), stride=global_batch_size, seed=seed)
+    documents = [Documents(source, tokenizer, seed + (i << 32), data.epochs) for i, source in enumerate(sources)]
+    turns = Turns([source.weight for source in data.sources] or [1.0])
+    rows = _StepRows(documents, turns, data.packing, cfg.seq_len, positions.numpy(), first=dp_rank * n_rows, stride=global_batch_size, seed=seed)
     steps = _start_workers(rows, cfg.dataloader, n_rows) if cfg.dataloader.num_workers else iter(rows)
     pin_memory = cfg.dataloader.pin_memory and torch.cuda.is_available()
-    return TrainLoader(steps, positions, cfg.local_batch_size, pin_memory=pin_memory)
+    return TrainLoader(steps, positions, documents[0].end, cfg.local_batch_size, pin_memory=pin_memory)
+
+
+def data_have_ended(data: Data, sources: Sequence[Source], positions: Tensor | None) -> bool:
+    """Whether a run at these gathered positions has read all that it was to read."""
+    return positions is not None and data.epochs is not None and not _has_more(positions, data.epochs * len(sources[0]))
+
+
+def _has_more(positions: Tensor, end: float) -> bool:
+    return bool((positions[:, 0] < end).any())
 
 
 class _StepRows(IterableDataset):
-    """Endless steps of some rows: fields [4, R, S] as in `Row`, and each stream's state after it [R, 2].
+    """Endless steps of some rows: fields [4, R, S] as in `Row`, and each row's state after it [R, W].
 
     In a worker these are its share of the rows, and a ConfigError comes as an item: raised, it would arrive as the text
     of a traceback.
     """
 
     def __init__(
-        self, source: Source, tokenizer: Tokenizer, seq_len: int, positions: np.ndarray, *, stride: int, seed: int
+        self,
+        documents: Sequence[Documents],
+        turns: Turns,
+        packing: str,
+        seq_len: int,
+        positions: np.ndarray,
+        *,
+        first: int,
+        stride: int,
+        seed: int,
     ):
-        self.source, self.tokenizer, self.seq_len = source, tokenizer, seq_len
-        self.positions, self.stride, self.seed = positions, stride, seed
+        self.documents, self.turns, self.packing, self.seq_len = documents, turns, packing, seq_len
+        self.positions, self.first, self.stride, self.seed = positions, first, stride, seed
 
     def __iter__(self) -> Generator[Step | ConfigError]:
         worker = get_worker_info()
-        positions = np.split(self.positions, worker.num_workers)[worker.id] if worker else self.positions
-        streams = [
-            packed_rows(self.source, self.tokenizer, self.seq_len, start=start, stride=self.stride, seed=self.seed)
-            for start in positions.tolist()
-        ]
+        numbers = np.arange(self.first, self.first + len(self.positions))
+        if worker:
+            numbers, positions = (np.array_split(x, worker.num_workers)[worker.id] for x in (numbers, self.positions))
+        else:
+            positions = self.positions
+        rows = [self._row(*args) for args in zip(numbers.tolist(), positions.tolist(), strict=True)]
+        missing = padding(self.seq_len, self.documents[0].tokenizer.end_id)
         try:
             while True:
-                rows = [next(stream) for stream in streams]
-                yield np.stack([row.fields for row in rows], axis=1), np.array([row.after for row in rows])
+                found, after = zip(*map(next, rows), strict=True)
+                yield np.stack([missing if row is None else row.fields for row in found], axis=1), np.array(after)
         except ConfigError as error:
             if worker is None:
                 raise
             yield error
+
+    def _row(self, row: int, start: list[int]) -> Iterator[tuple[Row | None, tuple[int, ...]]]:
+        starts = [tuple(start[i : i + STATE]) for i in range(0, len(start) - 1, STATE)]
+        pack = PACKINGS[self.packing]
+        streams = [pack(documents, self.seq_len, start=at, stride=self.stride) for documents, at in zip(self.documents, starts, strict=True)]
+        return mixed_rows(streams, self.turns, row, self.stride, self.seed, start)
 
 
 def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":
@@ -188,7 +223,7 @@ def validation_batches(
     them lack are padding, labels IGNORE. So the rows that all ranks see do not depend on dp_degree.
     """
     B = cfg.local_batch_size
-    rows = packed_rows(source, tokenizer, cfg.seq_len)
+    rows = split_rows(Documents(source, tokenizer), cfg.seq_len)
     missing = padding(cfg.seq_len, tokenizer.end_id)
     for _ in count() if cfg.steps < 0 else range(cfg.steps):
         dealt = [row.fields if i // B == dp_rank else None for i, row in enumerate(islice(rows, B * dp_degree))]

@@ -80,10 +80,10 @@ class SubwordTokenizer:
         return self.backend.decode(ids)
 
 
-def build_tokenizer(cfg: Model, run_dir: Path | None, source: Source | None) -> Tokenizer:
+def build_tokenizer(cfg: Model, run_dir: Path | None, sources: Sequence[Source] | None) -> Tokenizer:
     """The tokenizer that `model.tokenizer` names.
 
-    bpe is read from run_dir/tokenizer.json, or trained on `source` and kept there: call it on one rank first. Raises
+    bpe is read from run_dir/tokenizer.json, or trained on `sources` and kept there: call it on one rank first. Raises
     ConfigError where a file, the vocabulary's size or the end token is missing.
     """
     kind = tokenizer_kind(cfg)
@@ -95,7 +95,7 @@ def build_tokenizer(cfg: Model, run_dir: Path | None, source: Source | None) -> 
     if file and file.exists():
         backend = _load(file, "model.tokenizer")
     else:
-        backend = _train_bpe(cfg.vocab_size, source)
+        backend = _train_bpe(cfg.vocab_size, sources)
         if file:
             part = file.with_name(f"{file.name}.{uuid4().hex}")  # whoever reads meanwhile sees all of it or nothing
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -138,24 +138,28 @@ def stream_decode(tokenizer: Tokenizer, ids: Iterable[int], *, after: Sequence[i
         yield piece
 
 
-def _train_bpe(vocab_size: int | None, source: Source | None):
+def _train_bpe(vocab_size: int | None, sources: Sequence[Source] | None):
     """Byte-level BPE; the same data give the same vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size is None or vocab_size < 257:
         message = f"model.tokenizer=bpe needs model.vocab_size >= 257 (256 bytes and {BPE_END}), not {vocab_size}"
         raise ConfigError(message, "model.vocab_size", "model.tokenizer")
-    if source is None:
+    if not sources:
         raise ConfigError("model.tokenizer=bpe: the run's folder has no tokenizer.json", "model.tokenizer")
 
     def sample() -> Iterator[str]:
-        left = BPE_SAMPLE_CHARACTERS
-        for i in range(len(source)):
-            text = source[shuffled_index(i, len(source), seed=0, epoch=0)][:left]
-            left -= len(text)
-            yield text
-            if left == 0:
-                return
+        for source in sources:
+            left = BPE_SAMPLE_CHARACTERS // len(sources)
+            for i in range(len(source)):
+                text = source[shuffled_index(i, len(source), seed=0, epoch=0)]
+                if not isinstance(text, str):
+                    raise ConfigError("model.tokenizer=bpe is trained on text, and the data are tokens: name their tokenizer as model.hf_assets_path", "model.tokenizer")
+                text = text[:left]
+                left -= len(text)
+                yield text
+                if left == 0:
+                    break
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

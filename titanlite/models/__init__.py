@@ -1,7 +1,9 @@
 """Finds a model family by name. A family is a package with FLAVORS, Model, flops_per_token and plan (see llama)."""
 
 import dataclasses
+import functools
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +22,15 @@ FAMILIES = {"llama3": "titanlite.models.llama"} | {name: f"titanlite.models.{nam
 HF_TYPES = {"llama": "llama3", "deepseek_v2": "deepseek_v3"} | {name: name for name in FAMILIES if name != "llama3"}  # config.json's model_type -> family
 
 
+ALIASES = {  # names that torchtitan gives -> ours
+    ("qwen3", "debugmodel_moe"): ("qwen3_moe", "debugmodel"), ("qwen3", "30B-A3B"): ("qwen3_moe", "30B-A3B"),
+    ("qwen3", "235B-A22B"): ("qwen3_moe", "235B-A22B"), ("gpt_oss", "20b"): ("gpt_oss", "20B"), ("gpt_oss", "120b"): ("gpt_oss", "120B"),
+}  # fmt: skip
+
+
 def get_family(cfg: Model) -> ModuleType:
     """The package of `model.name`: a known family, an import path, or what config.json in `model.hf_assets_path` says."""
+    cfg = _ours(cfg)
     if cfg.name == "hf":
         kind = read_config(hf_folder(cfg))["model_type"]
         if kind not in HF_TYPES:
@@ -47,6 +56,7 @@ def get_family(cfg: Model) -> ModuleType:
 
 def get_args(cfg: Model) -> Any:
     """The sizes of `model.flavor`, or of config.json, with what the configuration overrides."""
+    cfg = _ours(cfg)
     flavors = {cfg.flavor: _hf_args(cfg)} if cfg.name == "hf" else get_family(cfg).FLAVORS
     if cfg.flavor not in flavors:
         raise ConfigError(
@@ -55,6 +65,8 @@ def get_args(cfg: Model) -> Any:
         )
     args = flavors[cfg.flavor]
     given = {key: getattr(cfg, key) for key in OVERRIDES if getattr(cfg, key) is not None}
+    if cfg.flavor == "debugmodel" and not given.get("vocab_size"):
+        given["vocab_size"] = max(args.vocab_size, _tokens_of(cfg))
     for key, value in given.items():
         if not hasattr(args, key):
             raise ConfigError(f"model.{key}={value!r}: {cfg.title} has no such size: leave it out", f"model.{key}")
@@ -76,6 +88,23 @@ def get_args(cfg: Model) -> Any:
     return dataclasses.replace(args, **given)
 
 
+def _tokens_of(cfg: Model) -> int:
+    """How many the Hugging Face tokenizer has, rounded up to 128; 0 without one."""
+    file = Path(cfg.hf_assets_path or "").expanduser() / "tokenizer.json"
+    return _tokens_in(file) if cfg.hf_assets_path and cfg.tokenizer in (None, "hf") and file.is_file() else 0
+
+
+@functools.cache
+def _tokens_in(file: Path) -> int:
+    try:
+        tokenizer = json.loads(file.read_bytes())
+        vocab, added = tokenizer["model"]["vocab"], [token["id"] for token in tokenizer["added_tokens"]]
+        highest = max([*(vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]), *added])
+    except (ValueError, KeyError, TypeError):
+        return 0  # not a tokenizer: whoever reads it says so
+    return -(-(highest + 1) // 128) * 128
+
+
 OVERRIDES = ("vocab_size", "tie_embeddings", "attention", "mtp_depth", "rope_theta", "rope_scaling")  # sizes that keys of the same name replace
 
 
@@ -94,6 +123,11 @@ def _rope_scaling(cfg: Model) -> Scaling | None:
         "yarn": YarnScaling,
         "llama3": lambda factor, original: RopeScaling(factor, original_max_position=original),
     }[cfg.rope_scaling](*values)
+
+
+def _ours(cfg: Model) -> Model:
+    name, flavor = ALIASES.get((cfg.name, cfg.flavor), (cfg.name, cfg.flavor))
+    return dataclasses.replace(cfg, name=name, flavor=flavor)
 
 
 def get_hf(cfg: Model) -> HFFamily:

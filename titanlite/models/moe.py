@@ -186,6 +186,11 @@ class MoE(nn.Module):
         chosen, weights, scores = self.router(x_BSD)
         if self.args.balance_loss and torch.is_grad_enabled():
             weights = self.balanced_by_loss(weights, chosen, scores)
+        out_BSD = self.routed(x_BSD, chosen, weights)
+        return out_BSD if self.shared_experts is None else out_BSD + self.shared_experts(x_BSD)
+
+    def routed(self, x_BSD: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """What each token's experts [B, S, C] make of it, summed with the weights of its choices [B, S, C]."""
         order, counts = self.sorted_rows(chosen, weights)
         out_MD = self.experts(x_BSD.flatten(0, 1)[order // self.args.top_k], counts)
         # Each token's rows side by side again: their order of addition is that of its choices, under every layout.
@@ -195,8 +200,7 @@ class MoE(nn.Module):
         else:
             out_MD = out_MD.new_zeros(chosen.numel(), out_MD.shape[-1]).index_copy(0, order, out_MD)
         out_BSCD = out_MD.view(*chosen.shape, -1)
-        out_BSD = (out_BSCD * weights[..., None].to(out_BSCD.dtype)).sum(-2)
-        return out_BSD if self.shared_experts is None else out_BSD + self.shared_experts(x_BSD)
+        return (out_BSCD * weights[..., None].to(out_BSCD.dtype)).sum(-2)
 
 
 class _WithLoss(torch.autograd.Function):

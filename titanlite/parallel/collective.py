@@ -4,11 +4,20 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from titanlite.utils import ConfigError
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
+
+
+def added_up(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over the ranks of a mesh with one axis, on all of them; so is its gradient, of which each rank has a part."""
+    parts = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 def rank_in(group: Group = None) -> int:

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+from titanlite.config import Parallelism
+from titanlite.parallel import deepep
 from titanlite.parallel.compat import all_gather_single, in_backward, reduce_scatter_single
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.plan import ParallelPlan, matching
 from titanlite.utils import logger
 
 
-def apply_ep(part: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
+def apply_ep(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism) -> None:
     """Deals the experts that the plan names out over the ranks of ep, splits each one's width over those of etp."""
     if not plan.experts:
         return
@@ -34,10 +36,13 @@ def apply_ep(part: nn.Module, mesh: Mesh, plan: ParallelPlan) -> None:
                 placements = [Shard(0), Replicate() if width is None else Shard(width)]
                 local = distribute_tensor(parameter, mesh.sparse["ep", "etp"], placements, src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
-            module.forward = torch.compiler.disable(partial(_spread, module, mesh.sparse))
+            exchanged_by_deepep = cfg.expert_parallel_comm_backend == "deepep"
+            module.forward = torch.compiler.disable(partial(_compute_local if exchanged_by_deepep else _spread, module, mesh.sparse))
         else:
             module.forward = torch.compiler.disable(module.forward)  # sizes that depend on the data
     for moe in mixtures_of(part):
+        if cfg.expert_parallel_comm_backend == "deepep":
+            moe.routed = partial(deepep.routed, moe, deepep.build_exchange(mesh.sparse.get_group("ep"), moe.args.n_experts))
         moe.router.register_forward_hook(_count)
         moe.experts.register_forward_pre_hook(partial(_count_served, moe.router))
         if mesh.degrees.cp * mesh.degrees.tp > 1:
@@ -79,6 +84,11 @@ def _spread(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tens
     order = expert_of_row.argsort(stable=True)
     out = _over_ep(experts, weights, sparse.get_group("ep"), x_RMD[order], counts_RX.sum(0))
     return _ReduceScatter.apply(torch.empty_like(out).index_copy(0, order, out), etp)
+
+
+def _compute_local(experts: nn.Module, sparse: DeviceMesh, x_MD: Tensor, counts_X: Tensor) -> Tensor:
+    """Of rows that are where their experts are."""
+    return experts.compute(x_MD, counts_X, **{name: p.to_local() for name, p in experts.named_parameters(recurse=False)})
 
 
 def _counted_once(weight: Tensor, etp: dist.ProcessGroup) -> Tensor:

@@ -28,7 +28,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: ParallelPlan, config: Config
     parts = apply_pp(model, mesh, plan, config.parallelism, config.training)
     for part in parts:
         apply_tp(part, mesh, plan, config.parallelism)
-        apply_ep(part, mesh, plan)
+        apply_ep(part, mesh, plan, config.parallelism)
         apply_cp(part, mesh, plan, config.parallelism)
         apply_recompute_and_compile(part, plan, config.activation_checkpoint, config.compile)
         apply_data_parallel(part, mesh, plan, config.parallelism, config.training)

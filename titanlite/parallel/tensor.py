@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config import Parallelism
+from titanlite.parallel.collective import added_up
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.plan import ParallelPlan, is_tied, matching, tie
 from titanlite.utils import logger
@@ -65,10 +66,7 @@ class WidthNorm(ParallelStyle):
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         module.register_parameter("weight", nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None)))
         module.forward = lambda x_BSW: module.normed(x_BSW, module.weight.to_local())
-        # Backward adds up too: each rank's heads give a part of the sum's gradient.
-        module.sum_over_heads = lambda squares: (
-            DTensor.from_local(squares, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        )
+        module.sum_over_heads = lambda squares: added_up(squares, mesh)
         return module
 
 

@@ -1,0 +1,109 @@
+"""The policy's loss on the same samples, packed or padded, under every layout: the gradients of one rank, in fp64."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.runs import SEQ_LEN, VOCAB, full, microbatches_of, small_config
+from titanlite.batch import IGNORE, Batch
+from titanlite.config import override
+from titanlite.rl.algorithms import token_weights
+from titanlite.rl.policy import Figures, build_policy_loss, stack_signals
+from titanlite.trainer import join, setup
+
+ROWS = 4
+PROMPT, ANSWERS = 3, [5, 1, 7, 3, 0, 9, 2, 12]  # tokens of each sample's prompt, and of its answer; one has none
+
+
+def a_batch(kind: str) -> Batch:
+    """The eight samples, `packed` into the first rows (the last holds padding only) or `padded`, one to each half of a row's space."""
+    generator = torch.Generator().manual_seed(3)
+    batch = Batch(*(torch.zeros(2 * ROWS, SEQ_LEN, dtype=torch.int64) for _ in range(4)))
+    batch.labels.fill_(IGNORE)
+    signals = torch.zeros(2 * ROWS, SEQ_LEN, 5, dtype=torch.float64)
+    places = {"packed": [(0, 0), (0, 8), (0, 12), (1, 0), (1, 7), (1, 10), (2, 0), (2, 6)], "padded": [(i, 0) for i in range(8)]}[kind]
+    lengths = torch.tensor(ANSWERS)
+    for i, (row, start) in enumerate(places):
+        n = PROMPT + ANSWERS[i]
+        tokens = torch.randint(0, VOCAB, (n + 1,), generator=generator)
+        drawn = torch.randn(ANSWERS[i], 4, dtype=torch.float64, generator=generator)
+        part = slice(start, start + n)
+        batch.tokens[row, part], batch.positions[row, part] = tokens[:-1], torch.arange(n)
+        batch.documents[row, start:] += start > 0
+        answer = slice(start + PROMPT, start + n)
+        batch.labels[row, answer] = tokens[PROMPT + 1 :]
+        weights = token_weights(torch.full((ANSWERS[i],), i), lengths, "sequence")
+        old = -5 + drawn[:, 1] * 0.5
+        signals[row, answer] = torch.stack(
+            [weights, torch.full_like(weights, ANSWERS[i]), drawn[:1, 0].expand(ANSWERS[i]) if ANSWERS[i] else weights, old, old + 0.3 * drawn[:, 2]], -1
+        )
+        if start + n < SEQ_LEN:
+            batch.documents[row, start + n :] += 1
+    names = ("weight", "length", "advantage", "old", "rollout")
+    stacked = stack_signals(**dict(zip(names, signals.unbind(-1))), reference=signals[..., 3] - 0.2)
+    return batch._replace(signals=stacked)
+
+
+def gradients(cfg, kind: str) -> dict[str, np.ndarray]:
+    run = setup(cfg, join(cfg))
+    figures = Figures.empty(run.mesh.device)
+    loss_fn = build_policy_loss(cfg.rl, run.mesh, figures)
+    run.forward_backward(microbatches_of(run, a_batch(kind)), loss_fn, torch.tensor(1.0, dtype=torch.float64))
+    return {name: full(p.grad) for part in run.parts for name, p in part.named_parameters()}
+
+
+LOSSES = {
+    "ppo": {"policy_loss": "ppo", "clip_high": 0.28, "dual_clip": 3.0, "kl_loss": "k3", "kl_coef": 0.1, "rollout_correction": "truncate"},
+    "gspo": {"policy_loss": "gspo", "off_policy_kl": 0.05, "entropy_coef": 0.01},
+    "cispo": {"policy_loss": "cispo", "rollout_correction": "mask", "rollout_correction_of": "sequence", "kl_loss": "k3_weighted", "temperature": 0.7},
+}
+LAYOUTS = {  # ranks, options
+    "fsdp 2": (2, ()),
+    "fsdp 4, two microbatches": (4, ("--training.local_batch_size", "2")),
+    "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2", "--model.vocab_size", "258")),
+    "cp 2": (2, ("--parallelism.context_parallel_degree", "2")),
+    "cp 2, tp 2": (4, ("--parallelism.context_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2", "--model.vocab_size", "258")),
+    "pp 2": (2, ("--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "8")),
+}
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+
+    def make(loss: str, *options: str):
+        values = {f"rl.{key}": value for key, value in LOSSES[loss].items()}
+        return override(small_config(folder, *options), values | {"training.global_batch_size": 2 * ROWS})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def alone(configured):
+    @functools.cache
+    def of(loss: str, *options: str):
+        return run_ranks(gradients, 1, configured(loss, *options), "packed")[0]
+
+    return of
+
+
+def difference(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Largest, relative to each gradient's largest entry."""
+    return max(np.abs(ours[name] - expected[name]).max() / np.abs(expected[name]).max() for name in ours)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_one_rank(configured, alone, loss, layout):
+    ranks, options = LAYOUTS[layout]
+    expected = alone(loss, *(options[-2:] if "--model.vocab_size" in options else ()))
+    for ours in run_ranks(gradients, ranks, configured(loss, *options), "packed"):
+        assert difference(ours, expected) < 1e-12
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padded_samples_give_the_gradients_of_packed_ones(configured, alone, loss):
+    assert difference(run_ranks(gradients, 1, configured(loss), "padded")[0], alone(loss)) < 1e-12

@@ -1,0 +1,78 @@
+"""From the configuration to sources of documents, or to the user's mistake."""
+
+import os
+from collections.abc import Sequence
+
+from titanlite.config import Config, DataSource
+from titanlite.data.files import build_stdlib, build_text, find_files
+from titanlite.data.records import build_records
+from titanlite.data.sources import BadRecord, Source, fingerprint_of
+from titanlite.utils import ConfigError, logger
+
+SUFFIX = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
+ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new number refuses old ones
+
+
+def build_sources(cfg: Config) -> list[Source]:
+    """What training reads. Raises ConfigError as `build_source`."""
+    t = cfg.training
+    if not cfg.data.sources:
+        alone = DataSource(t.dataset, t.dataset_path, text_key=t.text_key)
+        return [build_source(alone, skip_bad_records=t.skip_bad_records)]
+    return [
+        build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", skip_bad_records=t.skip_bad_records)
+        for i, source in enumerate(cfg.data.sources)
+    ]
+
+
+def build_heldout(cfg: Config) -> Source:
+    """What validation reads."""
+    v, t = cfg.validation, cfg.training
+    source = DataSource(v.dataset, v.dataset_path, text_key=t.text_key)
+    return build_source(source, key="validation.dataset_path", format_key="validation.dataset", skip_bad_records=t.skip_bad_records)
+
+
+def order_fingerprint(cfg: Config, sources: Sequence[Source]) -> str:
+    """Of all that the positions in a checkpoint depend on, but the seed and the number of rows."""
+    return fingerprint_of(ORDER, cfg.data.packing, [source.fingerprint for source in sources])
+
+
+def build_source(
+    source: DataSource, *, key: str = "training.dataset_path", format_key: str = "training.dataset", skip_bad_records: bool = False
+) -> Source:
+    """The source that stands in the configuration under `key`.
+
+    Raises ConfigError where files are missing, unreadable, empty or hold bad records; with `skip_bad_records` those
+    are counted, told of and left out. JSONL and parquet are converted to an Arrow file in the user's cache, by the first rank to get there.
+    """
+    path, name, involved = source.path, source.format, key.partition("[")[0]
+    if name in ("stdlib", "stdlib_heldout"):
+        if path is not None:
+            raise ConfigError(f"{key}={path} is not read with {format_key}={name}: use text or jsonl", involved, format_key)
+        return build_stdlib(heldout=name == "stdlib_heldout")
+    if path is None:
+        raise ConfigError(f"{format_key}={name} needs {key}, a file, folder or glob", involved, format_key)
+    try:
+        built, where = _build(source, os.path.expanduser(path), key, skip_bad_records)
+    except (FileNotFoundError, PermissionError) as error:
+        raise ConfigError(f"{key}={path}: {error.filename or path}: {error.strerror}", involved) from error
+    except BadRecord as error:
+        fix = "convert the file to UTF-8" if name == "text" else f"see text_key={source.text_key!r}"
+        message = f"{key}={path}: {error}; {fix}, or set training.skip_bad_records=true to leave such records out"
+        raise ConfigError(message, involved, "training.text_key", "training.skip_bad_records") from None
+    if built.skipped:
+        logger.warning(f"{key}={path} skipped_records={built.skipped} first={where!r}")
+    if len(built) == 0:
+        raise ConfigError(f"{key}={path}: no documents: all is empty, {built.skipped} bad records", involved)
+    return built
+
+
+def _build(source: DataSource, path: str, key: str, skip: bool) -> tuple[Source, str]:
+    """The source, and where its first bad record lies."""
+    suffix = SUFFIX[source.format]
+    files = find_files(path, suffix)
+    if not files:
+        raise ConfigError(f"{key}={source.path}: no file found (of a folder, all *{suffix} are read)", key.partition("[")[0])
+    if source.format == "text":
+        return build_text(files, skip)
+    return build_records(source.format, files, source.text_key, skip)
