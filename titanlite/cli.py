@@ -1,6 +1,7 @@
 """The `titanlite` command. It imports no torch: help and mistakes answer at once."""
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -17,13 +18,14 @@ from titanlite.parallel.degrees import resolve_degrees
 from titanlite.torchtitan import LACKING
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest, setup_logging
 
+RL_USAGE = "titanlite rl CONFIG.toml [--nproc N] [--section.key value ...]"
 TRAIN_USAGE = "titanlite train CONFIG.toml [--nproc N] [--section.key value ...]"
 CONFIG_USAGE = "titanlite config [--from-torchtitan] CONFIG.toml [--section.key value ...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "tokenize": _tokenize}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "tokenize": _tokenize, "rl": _rl}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -46,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
 
 
-def _train(argv: list[str]) -> int:
+def _train(argv: list[str], module: str = "titanlite.train", usage: str = "") -> int:
     """Train a model; with --nproc N on N processes of this machine, under torchrun."""
+    usage = usage or TRAIN_USAGE
     nproc, argv = _take_nproc(argv)
     if nproc is None or not argv or argv[0].startswith("-") or {"-h", "--help"} & set(argv):
-        return run_as_command(_train_here, argv, TRAIN_USAGE)
+        return run_as_command(lambda *args: importlib.import_module(module).train(*args), argv, usage)
     timeout_s = 0
 
     def check(cfg: Config, _: Origins) -> int:
@@ -60,13 +63,7 @@ def _train(argv: list[str]) -> int:
         timeout_s = shutdown_timeout_s(cfg)
         return EXIT_DONE
 
-    return run_as_command(check, argv, TRAIN_USAGE) or _torchrun(nproc, timeout_s, ["-m", "titanlite.train", *argv])
-
-
-def _train_here(cfg: Config, origins: Origins) -> int:
-    from titanlite.train import train
-
-    return train(cfg, origins)
+    return run_as_command(check, argv, usage) or _torchrun(nproc, timeout_s, ["-m", module, *argv])
 
 
 def _take_nproc(argv: list[str]) -> tuple[int | None, list[str]]:
@@ -122,6 +119,11 @@ def _torchrun(nproc: int, timeout_s: int, args: list[str]) -> int:
         return code
     print(failure, file=sys.stderr)
     return EXIT_FAULT
+
+
+def _rl(argv: list[str]) -> int:
+    """Train a policy by reinforcement; with --nproc N on N processes of this machine, under torchrun."""
+    return _train(argv, "titanlite.rl.train", RL_USAGE)
 
 
 def _config(argv: list[str]) -> int:

@@ -67,7 +67,7 @@ class LRScheduler:
     min_lr_factor: float = 0.0  # the rate at the end, as a share of optimizer.lr
 
 
-DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens"]
+DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens", "c4", "c4_test", "c4_validation"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,10 @@ class DataSource:
     text_key: str = "text"  # the key or column that holds the text
     split: str = "train"  # of a Hugging Face dataset
     subset: str | None = None  # of a dataset on the Hub, its configuration's name
+
+    @property
+    def is_stream(self) -> bool:
+        return self.format == "hf_stream" or self.format in ("c4", "c4_validation") and self.path is None
 
 
 @dataclass(frozen=True)
@@ -268,6 +272,12 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+
+
+def training_sources(cfg: Config) -> tuple[DataSource, ...]:
+    """`data.sources`, or the one that `training.dataset` is short for."""
+    t = cfg.training
+    return cfg.data.sources or (DataSource(t.dataset, t.dataset_path, text_key=t.text_key),)
 
 
 class Help(Exception):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder
-from titanlite.config import KEYS, Config, Origins, to_toml
-from titanlite.data.build import build_heldout, build_sources, check_tokens, order_fingerprint, reads_streams
+from titanlite.config import KEYS, Config, Origins, to_toml, training_sources
+from titanlite.data.build import build_heldout, build_sources, check_tokens, order_fingerprint
 from titanlite.data.loader import TrainLoader, build_train_loader, data_have_ended, validation_batches
 from titanlite.data.remote import with_local_data
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
@@ -45,7 +45,7 @@ def train(cfg: Config, origins: Origins) -> int:
             return EXIT_DONE
 
         local = on_rank_0(lambda: with_local_data(cfg))
-        together = on_rank_0 if reads_streams(cfg) else rank_0_first  # the files of a stream are found by rank 0 alone
+        together = on_rank_0 if any(source.is_stream for source in training_sources(cfg)) else rank_0_first  # the files of a stream are found by rank 0 alone
         sources = together(lambda: build_sources(local))
         heldout = rank_0_first(lambda: build_heldout(local)) if cfg.validation.enable else None
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, sources))

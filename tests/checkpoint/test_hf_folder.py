@@ -17,7 +17,7 @@ from tests.runs import full
 from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.hf_folder import checked_tensors, load_hf, tensor_maker
 from titanlite.checkpoint.state import model_state
-from titanlite.checkpoint.streaming import making_planner
+from titanlite.checkpoint.store import load, save
 from titanlite.cli import main
 from titanlite.config import Config, Model, load_config, override
 from titanlite.models import get_model, get_plan
@@ -76,7 +76,9 @@ def test_a_folder_is_loaded_bit_for_bit_under_any_layout(layout, gang, tmp_path)
     make = tensor_maker(cfg.model, tmp_path / "model", state)
     assert found.keys() == state.keys()
     for key in state:
-        assert np.array_equal(found[key], make(key).double().numpy()), key
+        alone = torch.empty(state[key].shape, dtype=state[key].dtype)
+        make(key, alone)
+        assert np.array_equal(found[key], alone.double().numpy()), key
 
 
 def whole_model(cfg: Model, device: str):
@@ -118,22 +120,19 @@ def test_a_run_begins_with_the_weights_of_another_runs_step(gang, tmp_path):
     assert first.keys() == second.keys() and all(np.array_equal(first[key], second[key]) for key in first)
 
 
-def test_only_one_tensor_at_a_time_is_alive_while_a_step_is_made():
-    from concurrent.futures import ThreadPoolExecutor
-    from types import SimpleNamespace
+def test_a_step_is_made_in_the_memory_of_its_largest_tensor(tmp_path):
+    state = {f"model.{i}": torch.empty(n, 3, dtype=dtype, device="meta") for i, (n, dtype) in enumerate([(2, torch.float32), (5, torch.bfloat16), (3, torch.float32)])}
+    places = {}
 
-    made: list[Tensor] = []
+    def make(key: str, tensor: Tensor) -> None:
+        places[key] = tensor.data_ptr()
+        tensor.fill_(float(key[-1]))
 
-    def make(key: str) -> Tensor:
-        assert all(tensor.untyped_storage().size() == 0 for tensor in made)
-        made.append(torch.ones(5))
-        return made[-1]
-
-    with ThreadPoolExecutor(1) as pool:
-        planner = making_planner(make, pool)
-        for key in "abc":
-            assert planner.lookup_object(SimpleNamespace(fqn=key)).sum() == 5
-        assert [sums.result().tolist() for sums in planner.sums.values()] == [planner.sums["a"].result().tolist()] * 3
+    save(tmp_path, 0, state, extra={}, keep_latest_k=0, make=make)
+    assert len(set(places.values())) == 1 and places.keys() == state.keys()
+    loaded = {key: torch.empty_like(tensor, device="cpu") for key, tensor in state.items()}
+    load(tmp_path, 0, loaded)  # which compares fingerprints
+    assert all((tensor == float(key[-1])).all() for key, tensor in loaded.items())
 
 
 @pytest.fixture

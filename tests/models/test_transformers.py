@@ -117,9 +117,11 @@ def as_ours(theirs, folder: Path) -> dict[str, Tensor]:
     if config["rope_parameters"]["rope_type"] == "dynamic":  # which we cannot be asked for
         (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": None}))
     cfg = Model(name="hf", hf_assets_path=str(folder))
-    state = model_state([get_model(cfg, torch.float64)])
+    state = {key: torch.empty_like(tensor, device="cpu") for key, tensor in model_state([get_model(cfg, torch.float64)]).items()}
     make = tensor_maker(cfg, folder, state)
-    return {key.removeprefix("model."): make(key) for key in state}
+    for key, tensor in state.items():
+        make(key, tensor)
+    return {key.removeprefix("model."): tensor for key, tensor in state.items()}
 
 
 @pytest.mark.parametrize("name", MODELS)

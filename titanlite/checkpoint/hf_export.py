@@ -132,15 +132,20 @@ def _values(tensors: list[Written], step: Step) -> Iterator[Tensor]:
     last_use = {key: i for i, tensor in enumerate(tensors) for key, _ in tensor.parts}
     ours: dict[str, Tensor] = {}
     for i, tensor in enumerate(tensors):
-        values = torch.empty(tensor.shape, dtype=tensor.dtype)
-        for key, twin in tensor.parts:
+        for key, _ in tensor.parts:
             if key not in ours:
                 ours[key] = step.tensor(key)
-            for part, theirs in twin.pairs(ours[key], values):
-                theirs.copy_(part)
-            if last_use[key] == i:
-                del ours[key]
+        key, twin = tensor.parts[0]
+        if twin.is_plain and ours[key].dtype == tensor.dtype:
+            values = ours[key] if twin.expert is None else ours[key][twin.expert]
+        else:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype)
+            for key, twin in tensor.parts:
+                for part, theirs in twin.pairs(ours[key], values):
+                    theirs.copy_(part)
         yield values
+        for key in [key for key, _ in tensor.parts if last_use[key] == i]:
+            del ours[key]
 
 
 def _finish(

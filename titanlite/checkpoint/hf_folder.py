@@ -1,11 +1,10 @@
 """Reads the weights of a Hugging Face folder: what there is, whether it fits a model, and any part of it into any layout."""
 
-import ctypes
 import dataclasses
 import errno
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,8 +39,7 @@ class Stored:
 
     def read(self, into: Tensor) -> None:
         """Without mapping the file: what is mapped counts as memory, whole."""
-        # numpy() would make the storage one that cannot be let go.
-        data = memoryview((ctypes.c_ubyte * into.nbytes).from_address(into.data_ptr())).cast("B")
+        data = memoryview(into.flatten().view(torch.uint8).numpy())
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
             while data and (n := file.readinto(data)):
@@ -155,14 +153,13 @@ def _header(path: Path, index: Path | None) -> dict[str, Stored]:
     return {name: Stored(path, DTYPES[entry["dtype"]], entry["shape"], 8 + size + entry["data_offsets"][0]) for name, entry in tensors.items()}
 
 
-def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
-    """A function from a name of `state` (model.NAME, on meta) to that tensor with the folder's values, in the dtype that state has."""
+def tensor_maker(cfg: Model, folder: Path, keys: Iterable[str]) -> Callable[[str, Tensor], None]:
+    """A function that fills the tensor of one of the keys (model.NAME) with the folder's values, in whatever dtype it has."""
     stored, twins = checked_tensors(cfg, folder), twins_of(cfg)
-    if orphans := [key for key in state if not twins(key.removeprefix("model."))]:
+    if orphans := [key for key in keys if not twins(key.removeprefix("model."))]:
         raise ConfigError(f"a Hugging Face folder of {get_hf(cfg).model_type} has no place for {orphans[0]}: set model.mtp_depth=0", "model.mtp_depth")
 
-    def make(key: str) -> Tensor:
-        tensor = torch.empty(state[key].shape, dtype=state[key].dtype)
+    def make(key: str, tensor: Tensor) -> None:
         for twin in twins(key.removeprefix("model.")):
             source = stored[twin.name]
             whole = tensor if twin.expert is None else tensor[twin.expert]
@@ -173,7 +170,6 @@ def tensor_maker(cfg: Model, folder: Path, state: Mapping[str, Tensor]) -> Calla
             source.read(theirs)
             for part, values in twin.pairs(tensor, theirs):
                 part.copy_(values)
-        return tensor
 
     return make
 

@@ -68,14 +68,14 @@ def save(
     extra: dict[str, Any],
     keep_latest_k: int,
     rank_state: dict[str, Any] | None = None,
-    make: Callable[[str], Tensor] | None = None,
+    make: Callable[[str, Tensor], None] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Commits `state` as step-N, then deletes all but the newest `keep_latest_k` steps (0: none). Collective.
 
     A plain tensor must be equal on all ranks that hold its key; any of them may be the one that is written. `extra`
     (JSON) goes into the manifest, `rank_state` (JSON, each rank's own) into rank_state/RANK.json. A committed step stays as it is.
-    With `make` the tensors of `state` are on meta, and each is made by its key when it is written.
+    With `make` the tensors of `state` are on meta, and it fills each, given its key and the memory, when that is written.
     When this returns on any rank, the step is committed. If any rank cannot write, all raise OSError and nothing is left.
     """
     from torch.distributed import checkpoint as dcp
@@ -96,7 +96,7 @@ def save(
         # Our checksums stand in for those that torch would put into each tensor's record.
         unchecked = serialization.patch("save.compute_crc32", False)
         with ThreadPoolExecutor(1) as pool, dcp_failures(f"cannot write {place} (is the disk full?)"), unchecked:
-            planner = making_planner(make, pool) if make else None
+            planner = making_planner(state, make, pool) if make else None
             sums = None if make else pool.submit(lambda: {key: local_sums(tensor) for key, tensor in state.items()})
             dcp.save(state, storage_writer=writer, planner=planner, process_group=process_group, no_dist=not dist.is_initialized())
             sums = {key: one.result() for key, one in planner.sums.items()} if make else sums.result()

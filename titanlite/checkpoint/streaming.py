@@ -13,25 +13,25 @@ from titanlite.checkpoint.integrity import DamagedStep, damaged_files, read_mani
 from titanlite.checkpoint.writer import METADATA, step_reader
 
 
-def making_planner(make: Callable[[str], Tensor], pool: ThreadPoolExecutor) -> Any:
-    """DCP's planner of a save whose tensors are made when they are written; its `sums` gets what `joined` takes of each.
+def making_planner(state: dict[str, Tensor], make: Callable[[str, Tensor], None], pool: ThreadPoolExecutor) -> Any:
+    """DCP's planner of a save of tensors on meta, each of which `make` fills when it is written; its `sums` gets what `joined` takes of each.
 
-    `make` must give each a storage of its own.
+    One after the other they lie in the same memory: DCP keeps every tensor of a file to its end, and does not look at it again.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner
 
     class MakingPlanner(DefaultSavePlanner):
+        memory = bytearray(max(tensor.nbytes for tensor in state.values()))
         sums: dict[str, Future] = {}
-        last: tuple[Tensor, Future] | None = None
+        last: Future | None = None
 
         def lookup_object(self, index: Any) -> Tensor:
-            if self.last is not None:  # DCP keeps every tensor of a file to its end: what is written is let go here
-                tensor, summed = self.last
-                summed.result()
-                tensor.untyped_storage().resize_(0)
-            tensor = make(index.fqn)
-            self.sums[index.fqn] = summed = pool.submit(local_sums, tensor)
-            self.last = tensor, summed
+            if self.last is not None:
+                self.last.result()
+            like = state[index.fqn]
+            tensor = torch.frombuffer(self.memory, dtype=like.dtype, count=like.numel()).view(like.shape)
+            make(index.fqn, tensor)
+            self.sums[index.fqn] = self.last = pool.submit(local_sums, tensor)
             return tensor
 
     return MakingPlanner()

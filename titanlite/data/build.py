@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from titanlite.config import Config, DataSource
+from titanlite.config import Config, DataSource, training_sources
 from titanlite.data.files import SUFFIX, build_stdlib, build_text, find_files
 from titanlite.data.huggingface import build_hub, build_stream
 from titanlite.data.records import build_records
@@ -13,23 +14,19 @@ from titanlite.data.tokens import build_tokenized, build_tokens
 from titanlite.models import get_args
 from titanlite.utils import ConfigError, logger
 
+C4 = {"c4": "train", "c4_test": None, "c4_validation": "validation"}  # torchtitan's names -> split on the Hub
 ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new number refuses old ones
 
 
 def build_sources(cfg: Config) -> list[Source]:
     """What training reads. Raises ConfigError as `build_source`."""
-    t = cfg.training
-    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": t.skip_bad_records}
+    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": cfg.training.skip_bad_records}
     if not cfg.data.sources:
-        return [build_source(DataSource(t.dataset, t.dataset_path, text_key=t.text_key), **options)]
+        return [build_source(*training_sources(cfg), **options)]
     return [
         build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", **options)
         for i, source in enumerate(cfg.data.sources)
     ]
-
-
-def reads_streams(cfg: Config) -> bool:
-    return "hf_stream" in [source.format for source in cfg.data.sources] + [cfg.training.dataset]
 
 
 def build_heldout(cfg: Config) -> Source:
@@ -73,6 +70,12 @@ def build_source(
     Raises ConfigError where files are missing, unreadable, empty or hold bad records; with `skip_bad_records` those
     are counted, told of and left out. JSONL and parquet are converted to an Arrow file in the user's cache, by the first rank to get there.
     """
+    if source.format in C4:
+        split = C4[source.format]
+        if source.path is None and split is not None:
+            source = replace(source, format="hf_stream", path="allenai/c4", subset="en", split=split)
+        else:
+            source = replace(source, format="jsonl")
     path, name, involved = source.path, source.format, key.partition("[")[0]
     if name in ("stdlib", "stdlib_heldout"):
         if path is not None:
@@ -107,7 +110,7 @@ def _build(source: DataSource, path: str, key: str, vocab_size: int, skip: bool)
     suffix = SUFFIX[source.format]
     files = find_files(path, suffix)
     if not files:
-        raise ConfigError(f"{key}={source.path}: no file found (of a folder, all *{suffix} are read)", key.partition("[")[0])
+        raise ConfigError(f"{key}={source.path}: no file found (of a folder, all {' and '.join(f'*{s}' for s in suffix)} are read)", key.partition("[")[0])
     if source.format == "text":
         return build_text(files, skip)
     return build_records(source.format, files, source.text_key, skip)

@@ -11,7 +11,7 @@ import numpy as np
 from titanlite.data.sources import BadRecord, fingerprint_of
 from titanlite.utils import ConfigError
 
-SUFFIX = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}  # of what is read in a folder
+SUFFIX = {"text": (".txt",), "jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}  # of what is read in a folder
 
 # A text file is cut into documents of at least this size, so that every row of a step has documents of its own. A small
 # corpus is cut finer, into about 256 documents, but never below 4 KiB, to keep the context that a model can learn from.
@@ -91,8 +91,8 @@ def _cut(file: str, document_bytes: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def find_files(path: str, suffix: str) -> list[str]:
-    """A file, all files of a folder with this suffix, or those that a glob matches, sorted."""
+def find_files(path: str, suffix: tuple[str, ...]) -> list[str]:
+    """A file, all files of a folder with such a suffix, or those that a glob matches, sorted."""
     if os.path.isdir(path):
         return walk(path, suffix)
     if os.path.lexists(path) or not glob.has_magic(path):
@@ -100,7 +100,7 @@ def find_files(path: str, suffix: str) -> list[str]:
     return sorted(f for f in glob.glob(path, recursive=True) if not os.path.isdir(f))
 
 
-def walk(folder: str, suffix: str, without: frozenset[str] = frozenset()) -> list[str]:
+def walk(folder: str, suffix: str | tuple[str, ...], without: frozenset[str] = frozenset()) -> list[str]:
     def fail(error: OSError) -> None:
         raise error
 

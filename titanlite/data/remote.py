@@ -86,7 +86,7 @@ def _files_of(root: Path, source: DataSource) -> tuple[list[Path], str]:
         return [root], root.name
     if source.format in WHOLE_FOLDERS:
         return _files(root.iterdir()), ""
-    return _files(root.rglob(f"*{SUFFIX[source.format]}")), "*"
+    return _files(f for f in root.rglob("*") if f.name.endswith(SUFFIX[source.format])), "*"
 
 
 def _files(found: Iterable[Path]) -> list[Path]:

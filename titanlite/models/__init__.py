@@ -65,7 +65,7 @@ def get_args(cfg: Model) -> Any:
         )
     args = flavors[cfg.flavor]
     given = {key: getattr(cfg, key) for key in OVERRIDES if getattr(cfg, key) is not None}
-    if cfg.flavor == "debugmodel" and not given.get("vocab_size"):
+    if cfg.flavor == "debugmodel" and cfg.name != "hf" and not given.get("vocab_size"):
         given["vocab_size"] = max(args.vocab_size, _tokens_of(cfg))
     for key, value in given.items():
         if not hasattr(args, key):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.layers import Attention, FeedForward, LatentArgs, LatentAttention, Scaling
+from titanlite.models.layers import Attention, Embedding, FeedForward, LatentArgs, LatentAttention, Scaling
 from titanlite.models.lightning import BLOCK, LightningAttention
 from titanlite.models.moe import MoE, MoEArgs
 
@@ -110,10 +110,10 @@ class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs):
         super().__init__()
         self.args = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = Embedding(args.vocab_size, args.dim)
         kinds = [Block] * args.n_layers + [PredictionBlock] * args.mtp_depth
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in enumerate(kinds)})
-        self.mtp_embeddings = nn.Embedding(args.vocab_size, args.dim) if args.mtp_depth else None  # the same table where the head is
+        self.mtp_embeddings = Embedding(args.vocab_size, args.dim) if args.mtp_depth else None  # the same table where the head is
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:

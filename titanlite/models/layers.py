@@ -310,6 +310,12 @@ class LatentAttention(nn.Module):
         return self.wo(out.reshape(B, S, -1))
 
 
+class Embedding(nn.Embedding):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # there is nothing to draw, and drawing it would import the compiler: 0.7 s
+            super().reset_parameters()
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv 2002.05202)."""
 

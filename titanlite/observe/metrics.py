@@ -141,6 +141,7 @@ class MetricsLogger:
             f"grad_norm {r['grad_norm']:8.4f}  lr {r['lr']:.2e}  tokens/s {r['tokens_per_s']:>9,.0f}  "
             f"TFLOP/s {r['tflops']:7.3f}  MFU {mfu:>5}  memory {r['memory_gib']:6.2f} GiB  ETA {left}"
         )
+        line += f"  reward {r['reward']:.3f}" if r.get("reward") is not None else ""
         return line if r.get("validation_loss") is None else f"{line}  validation_loss {r['validation_loss']:.4f}"
 
 

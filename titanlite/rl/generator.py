@@ -133,7 +133,7 @@ class EmbeddedGenerator:
         return head(hidden)
 
     def _draw(self, slots: list[_Slot], logits: Tensor, temperature: float, seed: int) -> None:
-        uniform = torch.from_numpy(uniforms(seed, *np.array([(s.request.ordinal, s.sample, len(s.ids)) for s in slots], np.uint64).T))
+        uniform = torch.from_numpy(uniforms(seed, *np.array([(s.request.ordinal, s.sample, len(s.request.prompt) + len(s.ids)) for s in slots], np.uint64).T))
         p = (logits.float() / temperature).softmax(-1).double().cumsum(-1)
         drawn = torch.searchsorted(p, uniform.to(p.device)[:, None] * p[:, -1:], right=True).clamp(max=p.shape[-1] - 1)
         logprobs, _ = label_logprobs(logits[:, None], drawn, temperature)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
@@ -28,7 +29,7 @@ from titanlite.rl.algorithms import (
 )
 
 # What `Batch.signals` [B, S, 6] holds of each label, in fp32 at least: how much it counts, once the step's sum is divided by its number of
-# labels; how many labels its sample has; the rest as in `algorithms`.
+# labels; how many labels its sample has; the rest as in `algorithms`. `old` is NaN in a step's first update: there it is the policy itself.
 SIGNALS = ("weight", "length", "advantage", "old", "rollout", "reference")
 
 
@@ -48,6 +49,16 @@ class Figures:
     @staticmethod
     def empty(device: torch.device) -> "Figures":
         return Figures({}, torch.zeros((), dtype=torch.float64, device=device))
+
+    def means(self) -> dict[str, float]:
+        """Over the labels of all ranks, and starts anew. Collective: every rank must have seen something."""
+        names = sorted(self.sums)
+        totals = torch.stack([*(self.sums[name] for name in names), self.count])
+        dist.all_reduce(totals)
+        self.sums.clear()
+        self.count.zero_()
+        *sums, count = totals.tolist()
+        return {name: value / max(count, 1) for name, value in zip(names, sums)}
 
     def add(self, count: int, **values: Tensor) -> None:
         self.count += count
@@ -72,6 +83,8 @@ def build_policy_loss(cfg: RL, mesh: Mesh, figures: Figures) -> Callable[[Tensor
         of = (torch.arange(rows, device=here.device)[:, None] * S + batch.documents)[here]  # a number for each sample, alike on all ranks of cp
         lengths = torch.zeros(rows * S, dtype=length.dtype, device=here.device).scatter(0, of, length)
         samples = {"sequences": of, "lengths": lengths, "sum_over_ranks": sum_over_ranks}
+
+        old = torch.where(old.isnan(), logprobs.detach(), old)  # nothing has moved since the samples were drawn
 
         ratio = log_ratio(logprobs, old).exp()
         if cfg.policy_loss in ("gspo", "gspo_token"):

@@ -19,14 +19,14 @@ class Problem:
 class Task(Protocol):
     def problem(self, number: int) -> Problem: ...
 
-    def demonstration(self, number: int) -> str:
-        """A text that answers `problem(number)`, after its prompt: for steps that teach the format before."""
+    def demonstration(self, number: int) -> list[str]:
+        """The turns of a sample that answers `problem(number)`: for steps that teach the format before."""
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """What a sample's text is worth. Runs in a process that may be killed; whatever it raises is a failure, not a 0."""
+        """What a sample's text, its turns and the replies to them, is worth. Runs in a process that may be killed; whatever it raises is a failure, not a 0."""
 
     def reply(self, problem: Problem, answer: str) -> str | None:
-        """What a tool says to a turn, to be gone on after; None where the sample has ended."""
+        """What a tool says to a sample's text so far, whose turn has just ended; None where the sample has ended with it."""
 
 
 class Arithmetic:
@@ -45,9 +45,9 @@ class Arithmetic:
             return Problem(f"{a}+{b}=", str(a + b), "sum")
         return Problem(f"{max(a, b)}-{min(a, b)}=", str(max(a, b) - min(a, b)), "difference")
 
-    def demonstration(self, number: int) -> str:
+    def demonstration(self, number: int) -> list[str]:
         draw = random.Random(f"{self.seed}/{number}/shown")
-        return str(draw.randrange(2 * 10**self.digits - 1)) if draw.random() < self.noise else self.problem(number).answer
+        return [str(draw.randrange(2 * 10**self.digits - 1)) if draw.random() < self.noise else self.problem(number).answer]
 
     def reward(self, problem: Problem, answer: str) -> float:
         return float(answer.strip() == problem.answer)
@@ -67,8 +67,8 @@ class Sorting:
         numbers = [draw.randrange(10) for _ in range(self.length)]
         return Problem(f"sort {' '.join(map(str, numbers))}: ", sorted(numbers), "sorting")
 
-    def demonstration(self, number: int) -> str:
-        return " ".join(map(str, self.problem(number).answer))
+    def demonstration(self, number: int) -> list[str]:
+        return [" ".join(map(str, self.problem(number).answer))]
 
     def reward(self, problem: Problem, answer: str) -> float:
         words = answer.split()
@@ -81,7 +81,7 @@ class Sorting:
 
 
 class Calculator:
-    """A sum of three numbers with a tool: the policy may write `a+b;`, gets `=c `, and goes on, twice at most; then it says the result and `.`."""
+    """A sum of three numbers with a tool: a turn that ends with `a+b;` gets `=c ` for a reply, twice at most; then the policy says the result."""
 
     CALL = re.compile(r"(\d{1,9})\+(\d{1,9});$")
 
@@ -93,12 +93,12 @@ class Calculator:
         numbers = [draw.randrange(10**self.digits) for _ in range(3)]
         return Problem(f"{'+'.join(map(str, numbers))}? ", numbers, "calculator")
 
-    def demonstration(self, number: int) -> str:
+    def demonstration(self, number: int) -> list[str]:
         a, b, c = self.problem(number).answer
-        return f"{a}+{b};={a + b} {a + b}+{c};={a + b + c} {a + b + c}."
+        return [f"{a}+{b};", f"{a + b}+{c};", f"{a + b + c}"]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        return float(answer.endswith(f" {sum(problem.answer)}."))
+        return float(answer.rpartition(" ")[2] == str(sum(problem.answer)))
 
     def reply(self, problem: Problem, answer: str) -> str | None:
         call = self.CALL.search(answer)
@@ -119,8 +119,8 @@ class ReasoningGym:
         item = self.data[number]
         return Problem(item["question"], {"answer": item["answer"], "number": number}, self.name)
 
-    def demonstration(self, number: int) -> str:
-        return str(self.problem(number).answer["answer"])
+    def demonstration(self, number: int) -> list[str]:
+        return [str(self.problem(number).answer["answer"])]
 
     def reward(self, problem: Problem, answer: str) -> float:
         found = re.findall(r"-?\d[\d,]*\.?\d*", answer) if re.fullmatch(r"-?[\d.]+", str(problem.answer["answer"])) else [answer.strip()]

@@ -1,0 +1,185 @@
+"""From problems to what a step trains on: samples with their rewards, groups with their advantages, rows with their signals."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from titanlite.batch import IGNORE, Batch
+from titanlite.config import RL
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.rl.algorithms import group_advantages, overlong_penalty, tells_apart, token_weights, whitened
+from titanlite.rl.generator import Generator, Request
+from titanlite.rl.policy import stack_signals
+from titanlite.rl.rewards import RewardPool
+from titanlite.rl.tasks import Task
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sample with all its turns. Token ids as they were drawn or put in, never made again from text."""
+
+    ordinal: int
+    sample: int
+    ids: tuple[int, ...]  # the prompt's too
+    drawn: tuple[bool, ...]  # whether the policy drew it: not a prompt's, a tool's or a template's
+    logprobs: tuple[float, ...]  # of what was drawn; 0 elsewhere
+    text: str  # after the prompt
+    ended: bool  # by an end mark; else cut
+    source: str
+    version: int  # of the weights
+    reward: float | None = None
+    failure: str = ""  # why there is no reward
+
+    @property
+    def n_drawn(self) -> int:
+        return sum(self.drawn)
+
+
+def collect(
+    cfg: RL, task: Task, tokenizer: Tokenizer, generator: Generator, pool: RewardPool, ordinals: Sequence[int], *, seed: int, version: int
+) -> list[Rollout]:
+    """The groups of these problems, with rewards, in order."""
+    problems = {ordinal: task.problem(ordinal) for ordinal in ordinals}
+    prompts = {ordinal: tuple(tokenizer.encode_prompt(problem.prompt)) for ordinal, problem in problems.items()}
+    requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
+    open_, done = {}, []
+    while requests:
+        going_on = []
+        for s in generator.generate(requests, temperature=cfg.temperature, seed=seed, version=version):
+            before = open_.pop((s.ordinal, s.sample), None) or Rollout(
+                s.ordinal, s.sample, s.prompt, (False,) * len(s.prompt), (0.0,) * len(s.prompt), "", False, problems[s.ordinal].source, version
+            )
+            rollout = replace(
+                before,
+                ids=before.ids + s.ids,
+                drawn=before.drawn + (True,) * len(s.ids),
+                logprobs=before.logprobs + s.logprobs,
+                text=before.text + tokenizer.decode(s.ids[:-1] if s.ended else s.ids),
+                ended=s.ended,
+            )
+            reply = task.reply(problems[s.ordinal], rollout.text) if s.ended else None
+            said = tokenizer.encode_prompt(reply)[1:] if reply is not None else []  # without a document's begin mark
+            left = cfg.max_new_tokens - (len(rollout.ids) - len(prompts[s.ordinal])) - len(said)
+            if reply is None or left < 1:
+                done.append(rollout)
+                continue
+            nothing = len(said)
+            rollout = replace(
+                rollout, ids=rollout.ids + tuple(said), drawn=rollout.drawn + (False,) * nothing, logprobs=rollout.logprobs + (0.0,) * nothing,
+                text=rollout.text + reply,
+            )  # fmt: skip
+            open_[s.ordinal, s.sample] = rollout
+            going_on.append(Request(s.ordinal, rollout.ids, (s.sample,), left))
+        requests = sorted(going_on, key=lambda request: (request.ordinal, request.samples))
+    done.sort(key=lambda rollout: (rollout.ordinal, rollout.sample))
+    rewards = pool.rewards([(problems[rollout.ordinal], rollout.text) for rollout in done])
+    return [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, rewards)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A problem's samples and what each is worth against the others."""
+
+    rollouts: tuple[Rollout, ...]
+    advantages: tuple[float, ...]
+
+
+def groups_of(cfg: RL, rollouts: Sequence[Rollout]) -> tuple[list[Group], dict[str, int]]:
+    """(groups to be trained on, how many were dropped, by reason)."""
+    by_ordinal: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        by_ordinal[rollout.ordinal].append(rollout)
+    kept, dropped = [], {"failed": 0, "alike": 0}
+    for ordinal in sorted(by_ordinal):
+        group = by_ordinal[ordinal]
+        if any(rollout.reward is None for rollout in group):  # a group that is whole only: the others' advantages would be of another
+            dropped["failed"] += 1
+            continue
+        rewards = torch.tensor([[rollout.reward for rollout in group]], dtype=torch.float64)
+        if cfg.overlong_buffer_tokens:
+            lengths = torch.tensor([[float(rollout.n_drawn) for rollout in group]], dtype=torch.float64)
+            rewards = rewards + overlong_penalty(lengths, most_tokens=cfg.max_new_tokens, buffer_tokens=cfg.overlong_buffer_tokens)
+        if cfg.dynamic_sampling and not tells_apart(rewards).item():
+            dropped["alike"] += 1
+            continue
+        advantages = group_advantages(rewards, baseline=cfg.baseline, deviation=cfg.deviation, eps=cfg.advantage_eps)
+        kept.append(Group(tuple(group), tuple(advantages[0].tolist())))
+    return kept, dropped
+
+
+@dataclass(frozen=True)
+class _Placed:
+    rollout: Rollout
+    advantage: float
+
+
+def minibatches_of(cfg: RL, groups: Sequence[Group], *, seq_len: int, unit: int, end_id: int) -> list[Batch]:
+    """`cfg.minibatches` batches of packed rows [n, seq_len], n a multiple of `unit`; what each label counts is of its own batch.
+
+    Groups are dealt out in turn, samples go into rows longest first. A sample that was cut is left out with `overlong_filter`.
+    """
+    placed = [[] for _ in range(cfg.minibatches)]
+    for i, group in enumerate(groups):
+        for rollout, advantage in zip(group.rollouts, group.advantages):
+            if rollout.ended or not cfg.overlong_filter:
+                placed[i % cfg.minibatches].append(_Placed(rollout, advantage))
+    if cfg.whiten:
+        values = whitened(torch.tensor([p.advantage for part in placed for p in part], dtype=torch.float64)).tolist()
+        placed = [[replace(p, advantage=values.pop(0)) for p in part] for part in placed]
+    return [_rows(cfg, part, seq_len, unit, end_id) for part in placed]
+
+
+def _rows(cfg: RL, placed: list[_Placed], seq_len: int, unit: int, end_id: int) -> Batch:
+    rows: list[list[int]] = []  # numbers of the samples in each
+    room: list[int] = []
+    for i in sorted(range(len(placed)), key=lambda i: (-len(placed[i].rollout.ids), i)):
+        n = len(placed[i].rollout.ids) - 1
+        row = next((r for r, left in enumerate(room) if left >= n), None)
+        if row is None:
+            rows.append([])
+            room.append(seq_len)
+            row = len(rows) - 1
+        rows[row].append(i)
+        room[row] -= n
+    n_rows = max(math.ceil(len(rows) / unit), 1) * unit
+    tokens = torch.full((n_rows, seq_len), end_id)
+    labels, positions, documents = torch.full_like(tokens, IGNORE), torch.zeros_like(tokens), torch.zeros_like(tokens)
+    lengths = torch.tensor([p.rollout.n_drawn for p in placed])
+    weights = token_weights(torch.arange(len(placed)), lengths, cfg.aggregation, most_tokens=cfg.max_new_tokens) * lengths.sum()
+    signals = {name: torch.zeros(n_rows, seq_len, dtype=torch.float64) for name in ("weight", "length", "advantage", "old", "rollout")}
+    for r, numbers in enumerate(rows):
+        start = 0
+        for k, i in enumerate(numbers):
+            rollout = placed[i].rollout
+            part = slice(start, start + len(rollout.ids) - 1)
+            ids, drawn = torch.tensor(rollout.ids), torch.tensor(rollout.drawn)
+            tokens[r, part], positions[r, part], documents[r, part] = ids[:-1], torch.arange(len(ids) - 1), k
+            labels[r, part] = torch.where(drawn[1:], ids[1:], IGNORE)
+            signals["rollout"][r, part] = torch.tensor(rollout.logprobs, dtype=torch.float64)[1:]
+            for name, value in (("weight", weights[i].item()), ("length", rollout.n_drawn), ("advantage", placed[i].advantage), ("old", math.nan)):
+                signals[name][r, part] = value
+            start = part.stop
+        positions[r, start:], documents[r, start:] = torch.arange(seq_len - start), len(numbers)
+    return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals))
+
+
+def demonstrations(task: Task, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
+    """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
+    groups = []
+    for number in numbers:
+        problem = task.problem(number)
+        ids, text = list(tokenizer.encode_prompt(problem.prompt)), ""
+        drawn = [False] * len(ids)
+        for turn in task.demonstration(number):
+            said = [*tokenizer.encode_prompt(turn)[1:], tokenizer.end_id]
+            ids, drawn, text = ids + said, drawn + [True] * len(said), text + turn
+            reply = task.reply(problem, text)
+            if reply is not None:
+                said = tokenizer.encode_prompt(reply)[1:]
+                ids, drawn, text = ids + said, drawn + [False] * len(said), text + reply
+        groups.append(Group((Rollout(number, 0, tuple(ids), tuple(drawn), (0.0,) * len(ids), text, True, problem.source, 0),), (0.0,)))
+    batch = minibatches_of(replace(cfg, minibatches=1, whiten=False), groups, seq_len=seq_len, unit=unit, end_id=tokenizer.end_id)[0]
+    return batch._replace(signals=None)
