@@ -72,6 +72,7 @@ def data_wait(run: Path) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5, help="of each measurement of the loader")
+    parser.add_argument("--documents", type=int, help="of the library; by default all")
     parser.add_argument("--run", type=Path, help="a run's folder: tell only of its wait for data")
     args = parser.parse_args()
     if args.run:
@@ -80,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stdlib = build_source(DataSource("stdlib"))
-        texts = [stdlib[i] for i in range(len(stdlib))]
+        texts = [stdlib[i] for i in range(args.documents or len(stdlib))]
         (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         model = Model(tokenizer="bpe", vocab_size=2048)
         tokenizer = build_tokenizer(model, folder, [stdlib])

@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +18,7 @@ import titanlite.trainer
 from titanlite.checkpoint.folder import list_steps
 from titanlite.checkpoint.lock import RunLock
 from titanlite.config import load_config
+from titanlite.data.tokens import index_bytes
 from titanlite.generate import generate, load_run
 from titanlite.utils import ConfigError, Fault
 from titanlite.verify.gang import Gang
@@ -423,6 +425,9 @@ def test_a_run_folder_in_use_is_refused_by_name_and_left_alone(train, finished):
         (("--training.dataset_path", "{folder}/empty"), "training.dataset_path={folder}/empty: no documents: all is empty"),
         (("--training.dataset_path", "{folder}/latin.txt"), "{folder}/latin.txt:2: byte 7 (0xe9) is not UTF-8"),
         (("--training.dataset", "jsonl", "--training.dataset_path", "{folder}/bad.jsonl"), "{folder}/bad.jsonl:2: not JSON"),
+        (("--training.dataset", "parquet", "--training.dataset_path", "{folder}/latin.txt"), "{folder}/latin.txt: not parquet"),
+        (("--training.dataset", "megatron", "--training.dataset_path", "{folder}/short"), "{folder}/short.idx places document 1 at bytes 4 to 12: the data are cut short"),
+        (("--training.dataset", "hf", "--training.dataset_path", "{folder}/empty"), "{folder}/empty: cannot be read as a Hugging Face dataset"),
         (("--training.dataset_path", "None"), "training.dataset=text needs training.dataset_path"),
         (("--model.vocab_size", "200"), "model.vocab_size=200 is smaller than the tokenizer's 257 tokens: set model.vocab_size=257"),
         (("--training.global_batch_size", "5"), "training.global_batch_size=5 must divide by training.local_batch_size=2 * 2 "
@@ -437,9 +442,46 @@ def test_bad_input_is_one_message_on_all_ranks_before_the_first_step(train, tmp_
     (tmp_path / "empty" / "a.txt").touch()
     (tmp_path / "latin.txt").write_bytes("a line\né".encode("latin-1"))
     (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": \n')
+    (tmp_path / "short.idx").write_bytes(index_bytes(np.dtype(np.int32), np.array([1, 2], np.int32)))
+    (tmp_path / "short.bin").write_bytes(bytes(8))
     found = train("run", *(word.format(folder=tmp_path) for word in words), ranks=2)
     assert isinstance(found, str) and message.format(folder=tmp_path) in found
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("config.toml"))
+
+
+def test_a_mixture_goes_on_with_the_same_rows_on_other_ranks_and_not_on_other_data(train, tmp_path):
+    """In fp64, as above."""
+    base, folder = tmp_path / "base.toml", tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(json.dumps({"body": f"record {i} {i * i}"}) + "\n" for i in range(200)))
+    ids = [list(range(i % 50, i % 50 + 20)) for i in range(100)]
+    (folder / "b.idx").write_bytes(index_bytes(np.dtype(np.uint16), np.full(100, 20, np.int32)))
+    (folder / "b.bin").write_bytes(np.array(ids, np.uint16).tobytes())
+    base.write_text(base.read_text().replace('dataset = "text"\n', "").replace(f'dataset_path = "{tmp_path}/text"\n', "") + f"""
+[data]
+packing = "best_fit"
+[[data.sources]]
+format = "jsonl"
+path = "{folder}/a.jsonl"
+text_key = "body"
+weight = 0.7
+[[data.sources]]
+format = "megatron"
+path = "{folder}/b"
+weight = 0.3
+""")
+    options = ("--training.dtype", "float64", "--training.mixed_precision_param", "float64", "--training.global_batch_size", 4)
+    assert train("one", *options, "--training.steps", 9) == 0
+    assert train("two", *options, "--training.steps", 5, ranks=2) == 0
+    assert train("two", *options, "--training.steps", 9) == 0
+    for ours, expected in zip(steps(train.folder / "two"), steps(train.folder / "one"), strict=True):
+        assert ours[:1] + ours[3:] == expected[:1] + expected[3:]
+        assert ours[1:3] == pytest.approx(expected[1:3], rel=1e-10)
+    saved = str(train.folder / "two" / "config.toml")
+    assert load_config(saved)[0].data.sources[0].text_key == "body"
+    (folder / "b.bin").write_bytes(np.array(ids[::-1], np.uint16).tobytes())
+    message = train("two", *options, "--training.steps", 12)
+    assert f"was written while training on other data than jsonl {folder}/a.jsonl, megatron {folder}/b with data.packing='best_fit' now gives" in message
 
 
 def test_a_broken_record_is_skipped_and_counted_where_the_configuration_says_so(train, tmp_path):

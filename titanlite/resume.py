@@ -17,7 +17,7 @@ from titanlite.checkpoint.hf_folder import load_hf, warn_of_unused_keys
 from titanlite.checkpoint.integrity import DamagedStep, problems_of, read_manifest
 from titanlite.checkpoint.state import copy_tied, init_optimizer_state, model_state, optimizer_state
 from titanlite.checkpoint.store import load, read_rank_states, save
-from titanlite.config import Config, to_toml
+from titanlite.config import Config, to_toml, training_sources
 from titanlite.data.loader import TrainLoader
 from titanlite.parallel.collective import on_rank_0
 from titanlite.parallel.mesh import Mesh
@@ -229,12 +229,15 @@ def _check_same_data(path: Path, manifest: dict[str, Any], cfg: Config, global_b
             "training.global_batch_size",
         )
     if manifest["data"] != data:
+        now = ", ".join(" ".join(filter(None, (source.format, source.path))) for source in training_sources(cfg))
         raise ConfigError(
-            f"{path} was written while training on other data than training.dataset={cfg.training.dataset!r} now gives: "
+            f"{path} was written while training on other data than {now} with data.packing={cfg.data.packing!r} now gives: "
             f"positions in it mean nothing here; bring the data back, start another run under another --job.name, or begin the "
             f'new data from its start with checkpoint.exclude_from_loading=["data"]',
             "training.dataset",
             "training.dataset_path",
+            "data.sources",
+            "data.packing",
         )
     if manifest["seed"] != cfg.debug.seed:
         raise ConfigError(

@@ -132,3 +132,12 @@ def test_checkpoints_are_compared_with_plain_dcp_and_a_copy():
     lines = run("benchmarks/checkpoint.py", "--gib", "0.01", "--dim", "256", "--rounds", "1").splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("save", "load"))] == ["save", "load"]
     assert [line.split(",")[0] for line in lines if "Saver" in line] == ["ThreadSaver"] * 2 + ["ProcessSaver"] * 2
+
+
+def test_the_loader_benchmark_measures_every_case(tmp_path):
+    printed = run("benchmarks/loader.py", "--seconds", "0.1", "--documents", "100")
+    for case in ("memmap split", "memmap best_fit", "jsonl, bpe, 2 workers", "titanlite tokenize / tokenizers' encode_batch"):
+        (line,) = [line for line in printed.splitlines() if line.startswith(case)]
+        assert float(line.removeprefix(case).split()[0]) > 0
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data_time_s": 0.5, "step_time_s": 2}\n{"event": "done"}\n')
+    assert "data wait / step 0.2500" in run("benchmarks/loader.py", "--run", str(tmp_path))
