@@ -90,7 +90,8 @@ def build_train_loader(
             "training.global_batch_size",
         )
     if (fewest := min(map(len, sources))) < global_batch_size:
-        logger.warning(f"documents={fewest} rows={global_batch_size}: rows of one step hold the same document")
+        effect = "rows of one step hold the same document" if data.epochs is None else "rows without one are padding"
+        logger.warning(f"documents={fewest} rows={global_batch_size}: {effect}")
     n_rows = global_batch_size // dp_degree
     positions = positions[dp_rank * n_rows : (dp_rank + 1) * n_rows]
     documents = [Documents(source, tokenizer, seed + (i << 32), data.epochs) for i, source in enumerate(sources)]
