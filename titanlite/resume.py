@@ -102,7 +102,7 @@ class Saver:
 def rank_state(mesh: Mesh, positions: Tensor) -> dict[str, Any]:
     """What this rank alone knows: its random state, and where the logical shards of the data stand whose rows it reads first.
 
-    positions [R, 2] int64, of the rows R * batch_rank, R * batch_rank + 1, ... of the global batch.
+    positions [R, W] int64, of the rows R * batch_rank, R * batch_rank + 1, ... of the global batch.
     """
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -143,7 +143,7 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
 
 
 def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: int, data: str) -> tuple[Run, Tensor | None]:
-    """A run as it was after `step`, and its data positions [rows, 2]; or, without a step, a new one.
+    """A run as it was after `step`, and its data positions [rows, W]; or, without a step, a new one.
 
     Where loading shows that a step is not what was written it is quarantined, and the one before is loaded into a run that is
     built anew: a half-loaded one could keep a part of it.
@@ -181,7 +181,7 @@ def load_initial(run: Run) -> None:
 
 
 def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str) -> Tensor | None:
-    """Brings the run to where it was after `step`; returns the data positions [V, 2], None where there are none or they are excluded.
+    """Brings the run to where it was after `step`; returns the data positions [V, W], None where there are none or they are excluded.
 
     Later steps are moved into abandoned/. The ranks' random states come back only on as many ranks as wrote them.
     """
