@@ -5,7 +5,7 @@ import fsspec
 import pytest
 
 from titanlite.config import Config, DataSource, override
-from titanlite.data import huggingface, remote
+from titanlite.data import huggingface, sources
 from titanlite.data.build import build_sources
 from titanlite.data.remote import with_local_data
 from titanlite.utils import ConfigError
@@ -14,7 +14,7 @@ from titanlite.utils import ConfigError
 @pytest.fixture
 def memory(monkeypatch):
     """A remote file system, with files in it."""
-    monkeypatch.setattr(remote.time, "sleep", lambda s: waits.append(s))
+    monkeypatch.setattr(sources.time, "sleep", lambda s: waits.append(s))
     waits = []
     store = fsspec.filesystem("memory")
     store.store.clear()
@@ -77,6 +77,12 @@ def test_megatrons_files_are_fetched_by_their_prefix(memory, fetch):
     assert [ids.tolist() for ids in texts(fetch("memory://corpus/m", "megatron"))] == [[1, 2]]
 
 
+def test_a_folder_of_a_dataset_keeps_its_names_and_folders(memory, fetch, tmp_path):
+    datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]})).save_to_disk(str(tmp_path / "saved"))
+    memory.put(str(tmp_path / "saved"), "/saved", recursive=True)
+    assert texts(fetch("memory://saved", "hf")) == ["a"]
+
+
 def test_a_store_that_fails_for_a_while_is_asked_again_ever_later(memory, fetch, monkeypatch):
     get, failures = type(memory).get_file, iter(range(3))
 
@@ -106,7 +112,7 @@ def test_a_store_that_fails_for_ever_and_files_that_are_not_there_are_mistakes_a
 
 def test_a_name_on_the_hub_is_fetched_once_and_kept(fetch, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(remote.time, "sleep", asked.append)
+    monkeypatch.setattr(sources.time, "sleep", asked.append)
 
     def load_dataset(path, subset, *, split, streaming):
         if not asked:
@@ -122,7 +128,7 @@ def test_a_name_on_the_hub_is_fetched_once_and_kept(fetch, tmp_path, monkeypatch
 
 
 def test_without_a_network_a_name_on_the_hub_is_a_mistake_in_one_message(fetch, monkeypatch):
-    monkeypatch.setattr(remote, "DELAYS_S", ())
+    monkeypatch.setattr(sources, "DELAYS_S", ())
 
     def load_dataset(*_, **__):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'someone/corpus' doesn't exist on the Hub or cannot be accessed.")

@@ -4,12 +4,13 @@ import copy
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
 from titanlite.config import DataSource
 from titanlite.data.records import checked_text, without_progress_bars
-from titanlite.data.sources import BadRecord, fingerprint_of, sample_of
+from titanlite.data.sources import BadRecord, fingerprint_of, patiently, sample_of
 from titanlite.utils import ConfigError, logger, nearest
 
 BATCH = 10_000  # records looked at together for what is missing
@@ -142,7 +143,8 @@ def build_hub(source: DataSource, path: str, skip: bool) -> HubSource:
 
 def build_stream(source: DataSource, path: str, skip: bool) -> StreamSource:
     with _as_bad_record():
-        data = loaded(source, path, streaming=True)
+        open_stream = partial(loaded, source, path, streaming=True)
+        data = open_stream() if os.path.exists(path) else patiently(open_stream)
     return StreamSource(data, f"{path} {source.split}", source.text_key, skip=skip)
 
 

@@ -3,23 +3,18 @@
 import dataclasses
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TypeVar
+from pathlib import Path, PurePosixPath
 from uuid import uuid4
 
 from titanlite.config import Config, DataSource, override
 from titanlite.data.files import SUFFIX
 from titanlite.data.huggingface import loaded
 from titanlite.data.records import without_progress_bars
-from titanlite.data.sources import fingerprint_of, sample_of
+from titanlite.data.sources import fingerprint_of, patiently, sample_of
 from titanlite.utils import ConfigError, logger
 
-T = TypeVar("T")
-DELAYS_S = (1, 2, 4, 8, 16)  # before another try
-HOPELESS = (FileNotFoundError, PermissionError, ValueError, ImportError)  # what another try would not change
-WHOLE_FOLDERS = ("tokens", "hf")  # formats of which a folder's files keep their names
+WHOLE_FOLDERS = ("tokens", "hf", "hf_stream")  # formats of which a folder's files keep their names
 
 
 def with_local_data(cfg: Config) -> Config:
@@ -59,16 +54,18 @@ def _download(source: DataSource, folder: Path) -> str:
     except ImportError as error:
         raise ImportError(f"{error}; URLs need pip install universal_pathlib and the store's own package, s3fs or gcsfs say") from error
     root = UPath(source.path)
-    files, path = _patiently(lambda: _files_of(root, source))
+    files, path = patiently(lambda: _files_of(root, source))
+    base = root if path == "" else root.parent
     if not files:
         raise FileNotFoundError("no file found")
-    states = _patiently(lambda: [file.fs.ukey(file.path) for file in files])
+    states = patiently(lambda: [file.fs.ukey(file.path) for file in files])
     target = folder / fingerprint_of(source.path, source.format, states)
 
     def fill(part: Path) -> None:
         for i, file in enumerate(files):
-            to = part / (f"{i:06}-{file.name}" if path == "*" else file.name)
-            _patiently(lambda file=file, to=to: file.fs.get_file(file.path, str(to)))
+            to = part / (f"{i:06}-{file.name}" if path == "*" else str(PurePosixPath(file.path).relative_to(base.path)))
+            to.parent.mkdir(parents=True, exist_ok=True)
+            patiently(lambda file=file, to=to: file.fs.get_file(file.path, str(to)))
 
     _make(target, fill, source.path)
     return str(target / path)
@@ -85,8 +82,8 @@ def _files_of(root: Path, source: DataSource) -> tuple[list[Path], str]:
     if root.is_file():
         return [root], root.name
     if source.format in WHOLE_FOLDERS:
-        return _files(root.iterdir()), ""
-    return _files(f for f in root.rglob("*") if f.name.endswith(SUFFIX[source.format])), "*"
+        return _files(root.rglob("*")), ""
+    return _files(f for f in root.rglob("*") if f.name.endswith(SUFFIX.get(source.format, SUFFIX["jsonl"]))), "*"
 
 
 def _files(found: Iterable[Path]) -> list[Path]:
@@ -95,7 +92,7 @@ def _files(found: Iterable[Path]) -> list[Path]:
 
 def _from_hub(source: DataSource, folder: Path) -> str:
     with without_progress_bars():
-        data = _patiently(lambda: loaded(source, source.path))
+        data = patiently(lambda: loaded(source, source.path))
         states = [sample_of(file["filename"], pages=4) for file in data.cache_files]
         target = folder / fingerprint_of(source.path, source.subset, source.split, states)
         _make(target, lambda part: data.save_to_disk(str(part)), source.path)
@@ -115,16 +112,3 @@ def _make(target: Path, fill: Callable[[Path], None], name: str) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     logger.info(f"data={name} fetched={target}")
-
-
-def _patiently(fn: Callable[[], T]) -> T:
-    """`fn()`, tried again after ever longer waits where it fails."""
-    for delay_s in DELAYS_S:
-        try:
-            return fn()
-        except HOPELESS:
-            raise
-        except Exception as error:  # of many libraries
-            logger.warning(f"fetching failed, trying again in {delay_s} s: {error!r}")
-            time.sleep(delay_s)
-    return fn()

@@ -3,9 +3,17 @@
 import hashlib
 import json
 import os
-from typing import Protocol
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
 import numpy as np
+
+from titanlite.utils import logger
+
+T = TypeVar("T")
+DELAYS_S = (1, 2, 4, 8, 16)  # before another try
+HOPELESS = (FileNotFoundError, PermissionError, ValueError, ImportError)  # what another try would not change
 
 
 class Source(Protocol):
@@ -40,3 +48,16 @@ def sample_of(file: str, *, pages: int = 64) -> str:
             handle.seek(at)
             digest.update(handle.read(page_bytes))
     return digest.hexdigest()
+
+
+def patiently(fn: Callable[[], T]) -> T:
+    """`fn()`, tried again after ever longer waits where it fails."""
+    for delay_s in DELAYS_S:
+        try:
+            return fn()
+        except HOPELESS:
+            raise
+        except Exception as error:  # of many libraries
+            logger.warning(f"fetching failed, trying again in {delay_s} s: {error!r}")
+            time.sleep(delay_s)
+    return fn()
