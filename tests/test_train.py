@@ -297,6 +297,24 @@ def test_a_finished_run_says_so_and_changes_nothing_but_can_be_prolonged(train, 
     assert [s[0] for s in steps(finished)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_uneven_data_that_end_stop_all_ranks_on_one_step_saved_and_can_be_read_once_more(train, tmp_path):
+    text = "".join(f"{i}\n" for i in range(4000))  # 19 kB: five documents, so that the first of four rows has two
+    (tmp_path / "five.txt").write_text(text)
+    options = ("--training.dataset_path", tmp_path / "five.txt", "--training.seq_len", 1024, "--training.global_batch_size", 4)
+    options += ("--training.steps", 100, "--lr_scheduler.total_steps", 100)
+    assert train("run", *options, "--data.epochs", 1, ranks=2) == 0
+    folder = train.folder / "run"
+    last = steps(folder)[-1]
+    assert last[4] == len(text) + 5 and list_steps(folder / "checkpoint")[-1] == last[0]
+    assert f"data_ended step={last[0]} epochs=1" in (folder / "logs" / "rank_0.log").read_text()
+    before = tree(folder)
+    assert train("run", *options, "--data.epochs", 1) == 0
+    assert f"is finished: data.epochs=1 were read at step {last[0]}" in (folder / "logs" / "rank_0.log").read_text()
+    assert {k: v for k, v in tree(folder).items() if k not in ("config.toml", "env.json")} == {k: v for k, v in before.items() if k not in ("config.toml", "env.json")}
+    assert train("run", *options, "--data.epochs", 2) == 0
+    assert steps(folder)[-1][4] == 2 * last[4]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_on_any_rank_stops_all_with_everything_saved_and_the_next_start_goes_on_bit_for_bit(train, rank):
     options = (*VALIDATE, "--validation.freq", 1, "--training.steps", 7)

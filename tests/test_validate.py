@@ -168,6 +168,8 @@ TWO = (DataSource("text", "a"), DataSource("text", "b"))
         ({"data__sources": (TWO[0], DataSource("text", "b", weight=0.0))}, "data.sources[1].weight=0.0: must be above 0 and finite"),
         ({"data__sources": (DataSource("text", "b", weight=math.nan),)}, "data.sources[0].weight=nan: must be above 0"),
         ({"data__sources": TWO, "data__epochs": 1}, "data.epochs=1 with 2 data.sources: sources of other weights than sizes end at different times"),
+        ({"training__dataset": "hf_stream", "data__epochs": 1}, "data.epochs=1: the end of a stream is not known"),
+        ({"validation__dataset": "hf_stream"}, "validation.dataset=hf_stream: validation reads its data from the start"),
         ({"data__epochs": 0}, "data.epochs=0: must be at least 1"),
     ],
 )  # fmt: skip

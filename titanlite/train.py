@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder
 from titanlite.config import KEYS, Config, Origins, to_toml
-from titanlite.data.build import build_heldout, build_sources, order_fingerprint
+from titanlite.data.build import build_heldout, build_sources, check_tokens, order_fingerprint
 from titanlite.data.loader import TrainLoader, build_train_loader, data_have_ended, validation_batches
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
@@ -46,6 +46,7 @@ def train(cfg: Config, origins: Origins) -> int:
         sources = rank_0_first(lambda: build_sources(cfg))
         heldout = rank_0_first(lambda: build_heldout(cfg)) if cfg.validation.enable else None
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, sources))
+        check_tokens(sources if heldout is None else [*sources, heldout], tokenizer)
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)
 
         rows = global_batch_size(cfg, mesh.degrees)

@@ -128,6 +128,11 @@ def _check_data(cfg: Config) -> None:
     for i, source in enumerate(d.sources):
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"data.sources[{i}].weight={source.weight}: must be above 0 and finite", "data.sources")
+    formats = [source.format for source in d.sources] or [t.dataset]
+    if "hf_stream" in formats and d.epochs is not None:
+        raise ConfigError(f"data.epochs={d.epochs}: the end of a stream is not known: use format hf, or let training.steps end the run", "data.epochs")
+    if cfg.validation.dataset == "hf_stream":
+        raise ConfigError("validation.dataset=hf_stream: validation reads its data from the start each time: use hf", "validation.dataset")
     if d.epochs is not None and len(d.sources) > 1:
         raise ConfigError(
             f"data.epochs={d.epochs} with {len(d.sources)} data.sources: sources of other weights than sizes end at different times; "

@@ -1,12 +1,16 @@
 """From the configuration to sources of documents, or to the user's mistake."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from titanlite.config import Config, DataSource
 from titanlite.data.files import build_stdlib, build_text, find_files
+from titanlite.data.huggingface import build_hub, build_stream
 from titanlite.data.records import build_records
 from titanlite.data.sources import BadRecord, Source, fingerprint_of
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokens import build_tokenized, build_tokens
+from titanlite.models import get_args
 from titanlite.utils import ConfigError, logger
 
 SUFFIX = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
@@ -16,11 +20,11 @@ ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new n
 def build_sources(cfg: Config) -> list[Source]:
     """What training reads. Raises ConfigError as `build_source`."""
     t = cfg.training
+    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": t.skip_bad_records}
     if not cfg.data.sources:
-        alone = DataSource(t.dataset, t.dataset_path, text_key=t.text_key)
-        return [build_source(alone, skip_bad_records=t.skip_bad_records)]
+        return [build_source(DataSource(t.dataset, t.dataset_path, text_key=t.text_key), **options)]
     return [
-        build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", skip_bad_records=t.skip_bad_records)
+        build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", **options)
         for i, source in enumerate(cfg.data.sources)
     ]
 
@@ -29,7 +33,23 @@ def build_heldout(cfg: Config) -> Source:
     """What validation reads."""
     v, t = cfg.validation, cfg.training
     source = DataSource(v.dataset, v.dataset_path, text_key=t.text_key)
-    return build_source(source, key="validation.dataset_path", format_key="validation.dataset", skip_bad_records=t.skip_bad_records)
+    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": t.skip_bad_records}
+    return build_source(source, key="validation.dataset_path", format_key="validation.dataset", **options)
+
+
+def check_tokens(sources: Iterable[Source], tokenizer: Tokenizer) -> None:
+    """Raises ConfigError where ids on disk are not this tokenizer's, as far as is known."""
+    for source in sources:
+        made_by = getattr(source, "tokenizer", None)
+        if made_by not in (None, tokenizer.fingerprint):
+            raise ConfigError(
+                f"{source.prefix}.bin was written by titanlite tokenize with another tokenizer ({made_by}) than this run's ({tokenizer.fingerprint}): "
+                f"its ids mean other text; name that one as model.hf_assets_path, or tokenize again",
+                "model.tokenizer",
+                "model.hf_assets_path",
+                "data.sources",
+                "training.dataset_path",
+            )
 
 
 def order_fingerprint(cfg: Config, sources: Sequence[Source]) -> str:
@@ -38,7 +58,12 @@ def order_fingerprint(cfg: Config, sources: Sequence[Source]) -> str:
 
 
 def build_source(
-    source: DataSource, *, key: str = "training.dataset_path", format_key: str = "training.dataset", skip_bad_records: bool = False
+    source: DataSource,
+    *,
+    key: str = "training.dataset_path",
+    format_key: str = "training.dataset",
+    vocab_size: int = 2**31,
+    skip_bad_records: bool = False,
 ) -> Source:
     """The source that stands in the configuration under `key`.
 
@@ -53,13 +78,11 @@ def build_source(
     if path is None:
         raise ConfigError(f"{format_key}={name} needs {key}, a file, folder or glob", involved, format_key)
     try:
-        built, where = _build(source, os.path.expanduser(path), key, skip_bad_records)
+        built, where = _build(source, os.path.expanduser(path), key, vocab_size, skip_bad_records)
     except (FileNotFoundError, PermissionError) as error:
         raise ConfigError(f"{key}={path}: {error.filename or path}: {error.strerror}", involved) from error
     except BadRecord as error:
-        fix = "convert the file to UTF-8" if name == "text" else f"see text_key={source.text_key!r}"
-        message = f"{key}={path}: {error}; {fix}, or set training.skip_bad_records=true to leave such records out"
-        raise ConfigError(message, involved, "training.text_key", "training.skip_bad_records") from None
+        raise ConfigError(f"{key}={path}: {error}{_fix(source)}", involved, "training.text_key", "training.skip_bad_records") from None
     if built.skipped:
         logger.warning(f"{key}={path} skipped_records={built.skipped} first={where!r}")
     if len(built) == 0:
@@ -67,8 +90,17 @@ def build_source(
     return built
 
 
-def _build(source: DataSource, path: str, key: str, skip: bool) -> tuple[Source, str]:
+def _build(source: DataSource, path: str, key: str, vocab_size: int, skip: bool) -> tuple[Source, str]:
     """The source, and where its first bad record lies."""
+    if source.format == "megatron":
+        return build_tokens(path, vocab_size), ""
+    if source.format == "tokens":
+        return build_tokenized(path, vocab_size), ""
+    if source.format == "hf":
+        built = build_hub(source, path, skip)
+        return built, built.first_skipped
+    if source.format == "hf_stream":
+        return build_stream(source, path, skip), ""
     suffix = SUFFIX[source.format]
     files = find_files(path, suffix)
     if not files:
@@ -76,3 +108,11 @@ def _build(source: DataSource, path: str, key: str, skip: bool) -> tuple[Source,
     if source.format == "text":
         return build_text(files, skip)
     return build_records(source.format, files, source.text_key, skip)
+
+
+def _fix(source: DataSource) -> str:
+    """What the user can do about a bad record."""
+    if source.format in ("megatron", "tokens"):
+        return ""
+    fix = "convert the file to UTF-8" if source.format == "text" else f"see text_key={source.text_key!r}"
+    return f"; {fix}, or set training.skip_bad_records=true to leave such records out"

@@ -1,6 +1,7 @@
 """From packed rows to this rank's microbatches: a resumable training loader and one pass over the validation data."""
 
 import atexit
+import dataclasses
 import os
 import signal
 import threading
@@ -138,7 +139,8 @@ class _StepRows(IterableDataset):
             numbers, positions = (np.array_split(x, worker.num_workers)[worker.id] for x in (numbers, self.positions))
         else:
             positions = self.positions
-        rows = [self._row(*args) for args in zip(numbers.tolist(), positions.tolist(), strict=True)]
+        documents = [_of_rows(d, numbers.tolist(), self.stride, int(positions[:, i * STATE].min())) for i, d in enumerate(self.documents)]
+        rows = [self._row(documents, *args) for args in zip(numbers.tolist(), positions.tolist(), strict=True)]
         missing = padding(self.seq_len, self.documents[0].tokenizer.end_id)
         try:
             while True:
@@ -149,11 +151,18 @@ class _StepRows(IterableDataset):
                 raise
             yield error
 
-    def _row(self, row: int, start: list[int]) -> Iterator[tuple[Row | None, tuple[int, ...]]]:
+    def _row(self, documents: list[Documents], row: int, start: list[int]) -> Iterator[tuple[Row | None, tuple[int, ...]]]:
         starts = [tuple(start[i : i + STATE]) for i in range(0, len(start) - 1, STATE)]
         pack = PACKINGS[self.packing]
-        streams = [pack(documents, self.seq_len, start=at, stride=self.stride) for documents, at in zip(self.documents, starts, strict=True)]
+        streams = [pack(d, self.seq_len, start=at, stride=self.stride) for d, at in zip(documents, starts, strict=True)]
         return mixed_rows(streams, self.turns, row, self.stride, self.seed, start)
+
+
+def _of_rows(documents: Documents, rows: list[int], stride: int, first: int) -> Documents:
+    """What one process reads: of a stream it keeps only what its rows will ask for."""
+    if not hasattr(documents.source, "for_rows"):
+        return documents
+    return dataclasses.replace(documents, source=documents.source.for_rows(rows, stride, first))
 
 
 def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":

@@ -46,7 +46,8 @@ class Documents:
     def read(self, c: int) -> np.ndarray:
         """[n] ids."""
         epoch, i = divmod(c, len(self.source))
-        document = i if self.seed is None else shuffled_index(i, len(self.source), seed=self.seed, epoch=epoch)
+        in_order = self.seed is None or getattr(self.source, "in_order", False)
+        document = i if in_order else shuffled_index(i, len(self.source), seed=self.seed, epoch=epoch)
         try:
             found = self.source[document]
             return found if isinstance(found, np.ndarray) else self.tokenizer.encode_document(found)

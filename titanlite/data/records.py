@@ -40,7 +40,7 @@ def build_records(format: str, files: list[str], text_key: str, skip: bool) -> t
     fingerprint = fingerprint_of([os.path.basename(f) for f in files], [s.st_size for s in states], text_key, skip)
     version = fingerprint_of(list(map(os.path.abspath, files)), [(s.st_size, s.st_mtime_ns) for s in states], format, text_key, skip)
     try:
-        with _without_progress_bars():
+        with without_progress_bars():
             data = Dataset.from_generator(
                 _records,
                 features=Features({"text": Value("large_string")}),  # `string` ends at 2 GiB an Arrow chunk
@@ -132,6 +132,11 @@ def _read_record(line: bytes, text_key: str) -> str:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}: {reprlib.repr(error.doc)}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deeply") from None
+    return checked_text(record, text_key)
+
+
+def checked_text(record: object, text_key: str) -> str:
+    """The text of a record. Raises ValueError that says what is wrong with it."""
     if not isinstance(record, dict):
         raise ValueError(f"a record must be an object, not {reprlib.repr(record)}")
     if text_key not in record:
@@ -144,7 +149,7 @@ def _read_record(line: bytes, text_key: str) -> str:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Keeps the bars of `datasets` out of a log that is no terminal."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

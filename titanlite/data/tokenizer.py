@@ -11,7 +11,7 @@ import numpy as np
 
 from titanlite.config import Model
 from titanlite.data.order import shuffled_index
-from titanlite.data.sources import Source
+from titanlite.data.sources import Source, fingerprint_of
 from titanlite.utils import ConfigError
 
 BPE_END = "<|end|>"
@@ -26,6 +26,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # every id is below it
     end_id: int
+    fingerprint: str  # the same where the same text gives the same ids
 
     def encode_document(self, text: str) -> np.ndarray:
         """[n] ids, with a mark before and the end mark after: a document's boundary is learnt from both sides."""
@@ -40,6 +41,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     vocab_size = 257
     end_id = 256
+    fingerprint = "byte"
 
     def encode_document(self, text: str) -> np.ndarray:
         data = np.frombuffer(text.encode(), np.uint8)
@@ -69,6 +71,13 @@ class SubwordTokenizer:
     def __reduce__(self):
         marks_in_text = not self.backend.encode_special_tokens  # not kept when the backend is pickled
         return SubwordTokenizer, (self.backend, self.begin_id, self.end_id, marks_in_text)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = json.loads(self.backend.to_str())
+        for unused in ("truncation", "padding", "post_processor", "decoder"):
+            parts.pop(unused, None)
+        return fingerprint_of(parts, self.begin_id, self.end_id)
 
     def encode_document(self, text: str) -> np.ndarray:
         return np.array([*self.encode_prompt(text), self.end_id], np.int32)
@@ -152,10 +161,10 @@ def _train_bpe(vocab_size: int | None, sources: Sequence[Source] | None):
         for source in sources:
             left = BPE_SAMPLE_CHARACTERS // len(sources)
             for i in range(len(source)):
-                text = source[shuffled_index(i, len(source), seed=0, epoch=0)]
-                if not isinstance(text, str):
+                text = source[i if getattr(source, "in_order", False) else shuffled_index(i, len(source), seed=0, epoch=0)]
+                if not isinstance(text, str) and len(text):
                     raise ConfigError("model.tokenizer=bpe is trained on text, and the data are tokens: name their tokenizer as model.hf_assets_path", "model.tokenizer")
-                text = text[:left]
+                text = text[:left] if isinstance(text, str) else ""
                 left -= len(text)
                 yield text
                 if left == 0:
