@@ -67,7 +67,7 @@ class LRScheduler:
     min_lr_factor: float = 0.0  # the rate at the end, as a share of optimizer.lr
 
 
-DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens"]
+DataFormat = Literal["stdlib", "stdlib_heldout", "text", "jsonl", "parquet", "hf", "hf_stream", "megatron", "tokens", "c4", "c4_test", "c4_validation"]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from titanlite.config import Config, DataSource
 from titanlite.data.files import build_stdlib, build_text, find_files
@@ -13,7 +14,8 @@ from titanlite.data.tokens import build_tokenized, build_tokens
 from titanlite.models import get_args
 from titanlite.utils import ConfigError, logger
 
-SUFFIX = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
+SUFFIX = {"text": (".txt",), "jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+C4 = {"c4": "train", "c4_test": None, "c4_validation": "validation"}  # torchtitan's names -> split on the Hub
 ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new number refuses old ones
 
 
@@ -70,6 +72,12 @@ def build_source(
     Raises ConfigError where files are missing, unreadable, empty or hold bad records; with `skip_bad_records` those
     are counted, told of and left out. JSONL and parquet are converted to an Arrow file in the user's cache, by the first rank to get there.
     """
+    if source.format in C4:
+        split = C4[source.format]
+        if source.path is None and split is not None:
+            source = replace(source, format="hf_stream", path="allenai/c4", subset="en", split=split)
+        else:
+            source = replace(source, format="jsonl")
     path, name, involved = source.path, source.format, key.partition("[")[0]
     if name in ("stdlib", "stdlib_heldout"):
         if path is not None:
@@ -104,7 +112,7 @@ def _build(source: DataSource, path: str, key: str, vocab_size: int, skip: bool)
     suffix = SUFFIX[source.format]
     files = find_files(path, suffix)
     if not files:
-        raise ConfigError(f"{key}={source.path}: no file found (of a folder, all *{suffix} are read)", key.partition("[")[0])
+        raise ConfigError(f"{key}={source.path}: no file found (of a folder, all {' and '.join(f'*{s}' for s in suffix)} are read)", key.partition("[")[0])
     if source.format == "text":
         return build_text(files, skip)
     return build_records(source.format, files, source.text_key, skip)

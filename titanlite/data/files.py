@@ -89,8 +89,8 @@ def _cut(file: str, document_bytes: int) -> list[tuple[int, int]]:
     return pieces
 
 
-def find_files(path: str, suffix: str) -> list[str]:
-    """A file, all files of a folder with this suffix, or those that a glob matches, sorted."""
+def find_files(path: str, suffix: tuple[str, ...]) -> list[str]:
+    """A file, all files of a folder with such a suffix, or those that a glob matches, sorted."""
     if os.path.isdir(path):
         return walk(path, suffix)
     if os.path.lexists(path) or not glob.has_magic(path):
@@ -98,7 +98,7 @@ def find_files(path: str, suffix: str) -> list[str]:
     return sorted(f for f in glob.glob(path, recursive=True) if not os.path.isdir(f))
 
 
-def walk(folder: str, suffix: str, without: frozenset[str] = frozenset()) -> list[str]:
+def walk(folder: str, suffix: str | tuple[str, ...], without: frozenset[str] = frozenset()) -> list[str]:
     def fail(error: OSError) -> None:
         raise error
 
