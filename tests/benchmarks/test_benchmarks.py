@@ -132,3 +132,11 @@ def test_checkpoints_are_compared_with_plain_dcp_and_a_copy():
     lines = run("benchmarks/checkpoint.py", "--gib", "0.01", "--dim", "256", "--rounds", "1").splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("save", "load"))] == ["save", "load"]
     assert [line.split(",")[0] for line in lines if "Saver" in line] == ["ThreadSaver"] * 2 + ["ProcessSaver"] * 2
+
+
+def test_the_benchmark_of_hugging_face_folders_prints_time_and_memory_over_plain_ones(tmp_path):
+    printed = run("benchmarks/hf.py", "--gib", "0.1", "--dtype", "bfloat16", "--files", "2", "--rounds", "1", "--folder", str(tmp_path)).splitlines()
+    assert "bfloat16 in 2 files" in printed[0]
+    rows = {row.split()[0]: [float(x) for x in row.split()[1:]] for row in printed[2:]}
+    assert list(rows) == ["import", "export"] and all(len(row) == 8 and min(row) > 0 for row in rows.values())
+    assert not list(tmp_path.iterdir())
