@@ -169,7 +169,8 @@ TWO = (DataSource("text", "a"), DataSource("text", "b"))
         ({"data__sources": (DataSource("text", "b", weight=math.nan),)}, "data.sources[0].weight=nan: must be above 0"),
         ({"data__sources": TWO, "data__epochs": 1}, "data.epochs=1 with 2 data.sources: sources of other weights than sizes end at different times"),
         ({"training__dataset": "hf_stream", "data__epochs": 1}, "data.epochs=1: the end of a stream is not known"),
-        ({"validation__dataset": "hf_stream"}, "validation.dataset=hf_stream: validation reads its data from the start"),
+        ({"training__dataset": "c4", "data__epochs": 1}, "data.epochs=1: the end of a stream is not known"),
+        ({"validation__enable": True, "validation__dataset": "c4_validation"}, "validation.dataset=c4_validation is a stream, whose end is not known: set validation.steps"),
         ({"data__epochs": 0}, "data.epochs=0: must be at least 1"),
     ],
 )  # fmt: skip

@@ -25,7 +25,7 @@ CONFIG_USAGE = "titanlite config [--from-torchtitan] CONFIG.toml [--section.key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "rl": _rl}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "tokenize": _tokenize, "rl": _rl}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -242,6 +242,26 @@ def _export(argv: list[str]) -> int:
         return EXIT_DONE
 
     return run_as_command(export, [str(args.run / "config.toml")], "titanlite export RUN -o DIR")
+
+
+def _tokenize(argv: list[str]) -> int:
+    """Write a configuration's text as tokens, once, for training runs to read in place."""
+    parser = argparse.ArgumentParser(prog="titanlite tokenize", epilog="--section.key value changes the configuration.")
+    parser.add_argument("config", type=Path, help="a TOML file: its data and tokenizer are used")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="the folder to be made")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes; by default one a core")
+    args, overrides = parser.parse_known_args(argv)
+    if args.workers < 1:
+        raise ConfigError(f"--workers={args.workers}: expected at least 1")
+
+    def tokenize(cfg: Config, _: Origins) -> int:
+        from titanlite.data.tokenize import tokenize_command
+
+        setup_logging(None, console=True)
+        tokenize_command(cfg, args.output, args.workers)
+        return EXIT_DONE
+
+    return run_as_command(tokenize, [str(args.config), *overrides], "titanlite tokenize CONFIG.toml -o DIR [--section.key value ...]")
 
 
 def _checkpoint(argv: list[str]) -> int:

@@ -79,6 +79,10 @@ class DataSource:
     split: str = "train"  # of a Hugging Face dataset
     subset: str | None = None  # of a dataset on the Hub, its configuration's name
 
+    @property
+    def is_stream(self) -> bool:
+        return self.format == "hf_stream" or self.format in ("c4", "c4_validation") and self.path is None
+
 
 @dataclass(frozen=True)
 class Data:
@@ -269,6 +273,12 @@ class Config:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+
+
+def training_sources(cfg: Config) -> tuple[DataSource, ...]:
+    """`data.sources`, or the one that `training.dataset` is short for."""
+    t = cfg.training
+    return cfg.data.sources or (DataSource(t.dataset, t.dataset_path, text_key=t.text_key),)
 
 
 class Help(Exception):

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder
-from titanlite.config import KEYS, Config, Origins, to_toml
+from titanlite.config import KEYS, Config, Origins, to_toml, training_sources
 from titanlite.data.build import build_heldout, build_sources, check_tokens, order_fingerprint
 from titanlite.data.loader import TrainLoader, build_train_loader, data_have_ended, validation_batches
+from titanlite.data.remote import with_local_data
 from titanlite.data.tokenizer import build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
 from titanlite.models import get_args
@@ -43,8 +44,10 @@ def train(cfg: Config, origins: Origins) -> int:
             logger.info(f"run={folder} is finished: step {start} of {t.steps}; a higher --training.steps prolongs it")
             return EXIT_DONE
 
-        sources = rank_0_first(lambda: build_sources(cfg))
-        heldout = rank_0_first(lambda: build_heldout(cfg)) if cfg.validation.enable else None
+        local = on_rank_0(lambda: with_local_data(cfg))
+        together = on_rank_0 if any(source.is_stream for source in training_sources(cfg)) else rank_0_first  # the files of a stream are found by rank 0 alone
+        sources = together(lambda: build_sources(local))
+        heldout = rank_0_first(lambda: build_heldout(local)) if cfg.validation.enable else None
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, sources))
         check_tokens(sources if heldout is None else [*sources, heldout], tokenizer)
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config import Config, Model, Profiling
+from titanlite.config import Config, DataSource, Model, training_sources, Profiling
 from titanlite.models import get_args, get_hf, get_model, get_plan
 from titanlite.models.hf import config_from
 from titanlite.parallel.compat import read_csv_schedule
@@ -128,11 +128,15 @@ def _check_data(cfg: Config) -> None:
     for i, source in enumerate(d.sources):
         if not 0 < source.weight < math.inf:
             raise ConfigError(f"data.sources[{i}].weight={source.weight}: must be above 0 and finite", "data.sources")
-    formats = [source.format for source in d.sources] or [t.dataset]
-    if "hf_stream" in formats and d.epochs is not None:
+    if d.epochs is not None and any(source.is_stream for source in training_sources(cfg)):
         raise ConfigError(f"data.epochs={d.epochs}: the end of a stream is not known: use format hf, or let training.steps end the run", "data.epochs")
-    if cfg.validation.dataset == "hf_stream":
-        raise ConfigError("validation.dataset=hf_stream: validation reads its data from the start each time: use hf", "validation.dataset")
+    v = cfg.validation
+    if v.enable and v.steps < 0 and DataSource(v.dataset, v.dataset_path).is_stream:
+        raise ConfigError(
+            f"validation.dataset={v.dataset} is a stream, whose end is not known: set validation.steps to the batches of a validation",
+            "validation.dataset",
+            "validation.steps",
+        )
     if d.epochs is not None and len(d.sources) > 1:
         raise ConfigError(
             f"data.epochs={d.epochs} with {len(d.sources)} data.sources: sources of other weights than sizes end at different times; "

@@ -6,9 +6,9 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict
 
-from titanlite.config import Data, DataSource, Training
+from titanlite.config import Data, DataSource, Training, Validation
 from titanlite.data.build import build_source
-from titanlite.data.loader import build_train_loader
+from titanlite.data.loader import build_train_loader, validation_batches
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.utils import ConfigError
 
@@ -123,11 +123,19 @@ def test_a_stream_gives_its_records_in_their_order_pass_after_pass(folder):
 
 def test_a_stream_goes_on_exactly_on_other_ranks_and_workers_also_in_a_later_pass(folder):
     source = build(folder(), "hf_stream")
+    source = pickle.loads(pickle.dumps(source))  # as other ranks and workers get it
     undisturbed, _ = rows_of(source, 40)  # 160 rows of 32 are two passes and more over 60 documents of 47 on average
     first, halfway = rows_of(source, 25, dp_degree=2)
     assert halfway[:, 0].min() > 60
     rest, _ = rows_of(source, 15, dp_degree=1, workers=2, positions=halfway)
     assert first + rest == undisturbed
+
+
+def test_validation_reads_a_stream_from_its_start_each_time(folder):
+    source = build(folder(), "hf_stream")
+    cfg = Validation(local_batch_size=2, seq_len=32, steps=3)
+    first, again = ([batch.tokens.tolist() for batch in validation_batches(cfg, source, ByteTokenizer(), dp_rank=0, dp_degree=1)] for _ in range(2))
+    assert first == again and len(first) == 3
 
 
 def test_bad_records_of_a_stream_are_named_or_left_out(folder):

@@ -145,7 +145,7 @@ def test_files_that_are_not_there_are_refused(name, tmp_path):
     path = f"{tmp_path}/nothing"
     assert refused(name, path) == f"training.dataset_path={path}: {path}: No such file or directory"
     message = refused(name, str(tmp_path), key="validation.dataset_path")
-    suffix = {"text": "txt", "jsonl": "jsonl"}[name]
+    suffix = {"text": "txt", "jsonl": "jsonl and *.json"}[name]
     assert message == f"validation.dataset_path={tmp_path}: no file found (of a folder, all *.{suffix} are read)"
     assert "no file found" in refused(name, f"{tmp_path}/*.data")
     assert refused(name, None) == f"training.dataset={name} needs training.dataset_path, a file, folder or glob"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from titanlite.config import Config, DataSource
-from titanlite.data.files import build_stdlib, build_text, find_files
+from titanlite.config import Config, DataSource, training_sources
+from titanlite.data.files import SUFFIX, build_stdlib, build_text, find_files
 from titanlite.data.huggingface import build_hub, build_stream
 from titanlite.data.records import build_records
 from titanlite.data.sources import BadRecord, Source, fingerprint_of
@@ -14,17 +14,15 @@ from titanlite.data.tokens import build_tokenized, build_tokens
 from titanlite.models import get_args
 from titanlite.utils import ConfigError, logger
 
-SUFFIX = {"text": (".txt",), "jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
 C4 = {"c4": "train", "c4_test": None, "c4_validation": "validation"}  # torchtitan's names -> split on the Hub
 ORDER = 2  # of the documents and of what a checkpoint's positions mean: a new number refuses old ones
 
 
 def build_sources(cfg: Config) -> list[Source]:
     """What training reads. Raises ConfigError as `build_source`."""
-    t = cfg.training
-    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": t.skip_bad_records}
+    options = {"vocab_size": get_args(cfg.model).vocab_size, "skip_bad_records": cfg.training.skip_bad_records}
     if not cfg.data.sources:
-        return [build_source(DataSource(t.dataset, t.dataset_path, text_key=t.text_key), **options)]
+        return [build_source(*training_sources(cfg), **options)]
     return [
         build_source(source, key=f"data.sources[{i}].path", format_key=f"data.sources[{i}].format", **options)
         for i, source in enumerate(cfg.data.sources)

@@ -11,6 +11,8 @@ import numpy as np
 from titanlite.data.sources import BadRecord, fingerprint_of
 from titanlite.utils import ConfigError
 
+SUFFIX = {"text": (".txt",), "jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}  # of what is read in a folder
+
 # A text file is cut into documents of at least this size, so that every row of a step has documents of its own. A small
 # corpus is cut finer, into about 256 documents, but never below 4 KiB, to keep the context that a model can learn from.
 DOCUMENT_BYTES = 64 * 1024

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -129,7 +130,7 @@ def build_hub(source: DataSource, path: str, skip: bool) -> HubSource:
 
     if not os.path.isdir(path):
         raise FileNotFoundError(2, "No such folder", path)
-    with without_progress_bars():
+    with without_progress_bars(), _as_bad_record():
         data = load_from_disk(path) if _is_saved(path) else loaded(source, path)
     if not isinstance(data, Dataset):
         if source.split not in data:
@@ -140,15 +141,21 @@ def build_hub(source: DataSource, path: str, skip: bool) -> HubSource:
 
 
 def build_stream(source: DataSource, path: str, skip: bool) -> StreamSource:
-    return StreamSource(loaded(source, path, streaming=True), f"{path} {source.split}", source.text_key, skip=skip)
+    with _as_bad_record():
+        data = loaded(source, path, streaming=True)
+    return StreamSource(data, f"{path} {source.split}", source.text_key, skip=skip)
 
 
 def loaded(source: DataSource, path: str, *, streaming: bool = False) -> "datasets.Dataset | datasets.IterableDataset":  # noqa: F821
-    """Raises BadRecord where `load_dataset` makes no data of it."""
     from datasets import load_dataset
 
+    return load_dataset(path, source.subset, split=source.split, streaming=streaming)
+
+
+@contextmanager
+def _as_bad_record() -> Iterator[None]:
     try:
-        return load_dataset(path, source.subset, split=source.split, streaming=streaming)
+        yield
     except Exception as error:  # of many libraries
         raise BadRecord(f"cannot be read as a Hugging Face dataset: {error!r}") from error
 

@@ -175,6 +175,7 @@ def _start_workers(rows: _StepRows, cfg: DataLoader, n_rows: int) -> "_Workers":
             "training.dataloader.num_workers",
             "training.global_batch_size",
         )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not outlive a fork, of which it would warn
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata's, of what it calls itself
         loader = StatefulDataLoader(
@@ -232,7 +233,7 @@ def validation_batches(
     them lack are padding, labels IGNORE. So the rows that all ranks see do not depend on dp_degree.
     """
     B = cfg.local_batch_size
-    rows = split_rows(Documents(source, tokenizer), cfg.seq_len)
+    rows = split_rows(_of_rows(Documents(source, tokenizer), [0], 1, 0), cfg.seq_len)
     missing = padding(cfg.seq_len, tokenizer.end_id)
     for _ in count() if cfg.steps < 0 else range(cfg.steps):
         dealt = [row.fields if i // B == dp_rank else None for i, row in enumerate(islice(rows, B * dp_degree))]

@@ -31,6 +31,9 @@ class Tokenizer(Protocol):
     def encode_document(self, text: str) -> np.ndarray:
         """[n] ids, with a mark before and the end mark after: a document's boundary is learnt from both sides."""
 
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        """`encode_document` of each."""
+
     def encode_prompt(self, text: str) -> list[int]:
         """As the start of a document, to be gone on with."""
 
@@ -48,6 +51,9 @@ class ByteTokenizer:
         ids = np.full(len(data) + 2, self.end_id, np.uint16)
         ids[1:-1] = data
         return ids
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        return [self.encode_document(text) for text in texts]
 
     def encode_prompt(self, text: str) -> list[int]:
         return [self.end_id, *text.encode()]
@@ -80,7 +86,11 @@ class SubwordTokenizer:
         return fingerprint_of(parts, self.begin_id, self.end_id)
 
     def encode_document(self, text: str) -> np.ndarray:
-        return np.array([*self.encode_prompt(text), self.end_id], np.int32)
+        return self.encode_documents([text])[0]
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        encoded = self.backend.encode_batch_fast(texts, add_special_tokens=False)  # without places in the text, in two thirds of the time
+        return [np.array([self.begin_id, *one.ids, self.end_id], np.int32) for one in encoded]
 
     def encode_prompt(self, text: str) -> list[int]:
         return [self.begin_id, *self.backend.encode(text, add_special_tokens=False).ids]
