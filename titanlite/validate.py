@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config import Config, DataSource, Model, training_sources, Profiling
+from titanlite.config import Config, DataSource, Model, Profiling, training_sources
 from titanlite.models import get_args, get_hf, get_model, get_plan
 from titanlite.models.hf import config_from
 from titanlite.parallel.compat import read_csv_schedule
