@@ -219,7 +219,7 @@ def test_sources_on_the_command_line_are_refused_with_what_to_use(toml, words):
     [
         (SOURCES.replace("weight = 3", "wieght = 3"), ":7: unknown key 'wieght' in data.sources[1]; did you mean 'weight'?"),
         (SOURCES.replace("weight = 3", "weight = '3'"), ":7: data.sources[1].weight = '3': expected a number"),
-        (SOURCES.replace('"hf"', '"hff"'), ":8: data.sources[1].format = 'hff': expected one of 'stdlib', 'stdlib_heldout', 'text', 'jsonl', 'parquet', 'hf', 'hf_stream', 'megatron', 'tokens'; did you mean 'hf'?"),
+        (SOURCES.replace('"hf"', '"hff"'), ":8: data.sources[1].format = 'hff': expected one of 'stdlib', 'stdlib_heldout', 'text', 'jsonl', 'parquet', 'hf', 'hf_stream', 'megatron', 'tokens', 'c4', 'c4_test', 'c4_validation'; did you mean 'hf'?"),
         (SOURCES.replace('format = "hf"\n', ""), ":5: data.sources[1] has no format: expected a table with format, path, weight, text_key, split, subset"),
         ("\n[data]\nsources = [\n{path = 'a', format = 'txt'}]\n", ":3: data.sources[0].format = 'txt': expected one of"),
         ("\n[data]\nsources = ['a']\n", ":3: data.sources[0] = 'a': expected a table with format, path,"),
