@@ -204,6 +204,7 @@ class RL:
     n_slots: int = 64  # samples that a rank draws together
     minibatches: int = 1  # optimizer steps that a step's samples are dealt out to
     warm_up_steps: int = 0  # steps on the task's demonstrations before, of training.steps
+    warm_up_lr_scale: float = 1.0  # their learning rate, over optimizer.lr's
     reward_timeout_s: float = 10.0  # after it a reward has failed
     dynamic_sampling: bool = False  # groups whose samples all got the same reward are replaced
     most_refills: int = 10  # rounds of replacing, before a step goes on with what it has

@@ -254,9 +254,9 @@ def _set_rng_state(state: dict[str, str]) -> None:
         torch.cuda.set_rng_state(tensors["cuda"])
 
 
-def export_last(run: Run, run_folder: Path, checkpoints: Path) -> None:
+def export_last(run: Run, saver: Saver, run_folder: Path) -> None:
     """The step that was just saved, as a Hugging Face folder hf/step-N in the run's folder: ranks share its files."""
     to = run_folder / "hf" / f"step-{run.step}"
-    to = on_rank_0(lambda: next(path for path in (to, *(to.with_name(f"{to.name}-{k}") for k in range(1, 1000))) if not path.exists()))
-    dtype = getattr(torch, run.cfg.checkpoint.export_dtype)
-    export_step(run.cfg, run_folder, checkpoints / f"step-{run.step}", to, dtype=dtype, shard_bytes=SHARD_BYTES)
+    unused = lambda: next(path for path in (to, *(to.with_name(f"{to.name}-{k}") for k in range(1, 1000))) if not path.exists())  # noqa: E731
+    options = {"dtype": getattr(torch, run.cfg.checkpoint.export_dtype), "shard_bytes": SHARD_BYTES, "process_group": saver.group}
+    export_step(run.cfg, run_folder, saver.folder / f"step-{run.step}", on_rank_0(unused, saver.group), **options)

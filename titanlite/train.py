@@ -71,7 +71,7 @@ def train(cfg: Config, origins: Origins) -> int:
             with profiling(cfg.profiling, folder, rank=mesh.rank, step=run.step) as step_ended:
                 code = _loop(run, loader, folder, validate_now, saver, step_ended)
             if cfg.checkpoint.last_save_in_hf and code == EXIT_DONE:
-                export_last(run, folder, checkpoints)
+                export_last(run, saver, folder)
             return code
         finally:
             if saver:

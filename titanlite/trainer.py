@@ -111,8 +111,9 @@ def setup(cfg: Config, mesh: Mesh) -> Run:
     return run
 
 
-def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetrics:
+def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn, *, lr_scale: float = 1.0) -> StepMetrics:
     """One optimizer step over this rank's microbatches, which may have any padding: the loss is a mean over all labels.
+    `lr_scale` is over what the schedule says.
 
     Raises TrainingFault on all ranks, before the optimizer has moved, where loss or gradient norm is not finite or a
     rank could not read its data.
@@ -146,7 +147,7 @@ def train_step(run: Run, microbatches: list[Batch], loss_fn: LossFn) -> StepMetr
     grad_norm = math.sqrt(square_sum)
     if 0 < cfg.training.max_norm < grad_norm:
         torch._foreach_mul_(local_gradients(parameters), cfg.training.max_norm / grad_norm)
-    lr = cfg.optimizer.lr * lr_factor(run.step + 1, cfg.lr_scheduler, cfg.training.steps)
+    lr = lr_scale * cfg.optimizer.lr * lr_factor(run.step + 1, cfg.lr_scheduler, cfg.training.steps)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()

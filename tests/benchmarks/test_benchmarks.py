@@ -141,3 +141,11 @@ def test_the_loader_benchmark_measures_every_case(tmp_path):
         assert float(line.removeprefix(case).split()[0]) > 0
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data_time_s": 0.5, "step_time_s": 2}\n{"event": "done"}\n')
     assert "data wait / step 0.2500" in run("benchmarks/loader.py", "--run", str(tmp_path))
+
+
+def test_the_benchmark_of_hugging_face_folders_prints_time_and_memory_over_plain_ones(tmp_path):
+    printed = run("benchmarks/hf.py", "--gib", "0.1", "--dtype", "bfloat16", "--files", "2", "--rounds", "1", "--folder", str(tmp_path)).splitlines()
+    assert "bfloat16 in 2 files" in printed[0]
+    rows = {row.split()[0]: [float(x) for x in row.split()[1:]] for row in printed[2:]}
+    assert list(rows) == ["import", "export"] and all(len(row) == 8 and min(row) > 0 for row in rows.values())
+    assert not list(tmp_path.iterdir())

@@ -100,10 +100,13 @@ def written_tensors(cfg: Config, step: Step, dtype: torch.dtype) -> list[Written
 def plan_shards(tensors: list[Written], shard_bytes: int) -> dict[str, list[Written]]:
     """File name -> its tensors, as many as go into `shard_bytes`, or one."""
     shards: list[list[Written]] = [[]]
+    filled = 0
     for tensor in tensors:
-        if shards[-1] and sum(other.nbytes for other in shards[-1]) + tensor.nbytes > shard_bytes:
+        if shards[-1] and filled + tensor.nbytes > shard_bytes:
             shards.append([])
+            filled = 0
         shards[-1].append(tensor)
+        filled += tensor.nbytes
     if len(shards) == 1:
         return {ONE_FILE: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}

@@ -35,10 +35,11 @@ BIASES: Names = {"qkv_bias": ("attention_bias", False), "out_bias": ("attention_
 FULL_ATTENTION = {"use_sliding_window": False}
 # Of no consequence for what is computed here.
 UNUSED = {
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "block_size", "bos_token_id", "dtype", "eos_token_id", "ep_size", "head_dim", "hidden_act", "initializer_range", "layer_types",
-    "max_position_embeddings", "max_window_layers", "model_type", "num_mtp_layers", "num_key_value_heads", "num_local_experts", "num_nextn_predict_layers", "output_router_logits", "pad_token_id",
-    "pretraining_tp", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef", "seq_aux", "sliding_window", "torch_dtype",
-    "transformers_version", "use_cache",
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "aux_loss_alpha", "block_size", "bos_token_id", "dtype", "eos_token_id",
+    "ep_size", "head_dim", "hidden_act", "initializer_range", "layer_types", "max_position_embeddings", "max_window_layers", "model_type",
+    "num_key_value_heads", "num_local_experts", "num_mtp_layers", "num_nextn_predict_layers", "output_router_logits", "pad_token_id",
+    "pretraining_tp", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "router_aux_loss_coef", "seq_aux", "sliding_window",
+    "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
 

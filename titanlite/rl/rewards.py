@@ -1,13 +1,16 @@
 """Rewards, in processes that are killed where they take too long: a failure is told and counted, and is never a 0."""
 
-import multiprocessing
-import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from titanlite.rl.tasks import Problem, build_task
+
+START_S = 120
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Reward:
 
 @dataclass
 class _Worker:
-    process: multiprocessing.Process
+    process: subprocess.Popen
     pipe: Connection
     job: int = -1
     since: float = 0.0
@@ -32,14 +35,15 @@ class RewardPool:
         self.workers = [self._start() for _ in range(n_workers)]
 
     def _start(self) -> _Worker:
-        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, self.spec, os.getpid()), daemon=True)
-        process.start()
+        ours, theirs = socket.socketpair()
+        # A process of its own from the start: a fork of one with threads may hang.
+        process = subprocess.Popen([sys.executable, "-m", "titanlite.rl.rewards", str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        if not ours.poll(120) or ours.recv() != "ready":
-            raise RuntimeError("a process for rewards did not start")
-        return _Worker(process, ours)
+        pipe = Connection(ours.detach())
+        pipe.send(self.spec)
+        if not pipe.poll(START_S) or pipe.recv() != "ready":
+            raise RuntimeError(f"a process for rewards did not start within {START_S} s")
+        return _Worker(process, pipe)
 
     def rewards(self, answers: Sequence[tuple[Problem, str]]) -> list[Reward]:
         """One for each (problem, sample's text), in their order."""
@@ -57,7 +61,7 @@ class RewardPool:
                 if worker.pipe in ready:
                     try:
                         found[worker.job], worker.job = worker.pipe.recv(), -1
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         found[worker.job] = Reward(None, f"its process ended with {self._replace(worker)}")
                 elif time.monotonic() - worker.since >= self.timeout_s:
                     job = worker.job
@@ -67,28 +71,33 @@ class RewardPool:
         return found
 
     def _replace(self, worker: _Worker) -> int | None:
-        worker.process.join(10)
-        code = worker.process.exitcode
+        code = worker.process.wait()
+        worker.pipe.close()
         self.workers[self.workers.index(worker)] = self._start()
         return code
 
     def close(self) -> None:
         for worker in self.workers:
             worker.process.kill()
-            worker.process.join()
+            worker.process.wait()
+            worker.pipe.close()
 
 
-def _work(pipe: Connection, spec: tuple[str, tuple[str, ...], int], parent: int) -> None:
-    task = build_task(*spec)
+def _work(pipe: Connection) -> None:
+    task = build_task(*pipe.recv())
     pipe.send("ready")
-    while os.getppid() == parent:
-        if not pipe.poll(1):
-            continue
+    while True:
         try:
             problem, answer = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the trainer has ended
             return
         try:
             pipe.send(Reward(float(task.reward(problem, answer))))
         except Exception as error:
             pipe.send(Reward(None, f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    from titanlite.rl import rewards  # what is sent must be of the module, not of this script
+
+    rewards._work(Connection(int(sys.argv[1])))

@@ -167,7 +167,7 @@ def _steps(policy: Policy) -> Iterator[tuple[dict, StepMetrics]]:
         n = cfg.rl.group_size * cfg.rl.prompts_per_step
         numbers = [-1 - (run.step * n + i) for i in range(n)]  # below 0: no problem that is sampled later
         batch = demonstrations(policy.task, policy.tokenizer, numbers, cfg.rl, seq_len=cfg.training.seq_len, unit=policy.unit)
-        measured = train_step(run, _mine(run, batch), cross_entropy)
+        measured = train_step(run, _mine(run, batch), cross_entropy, lr_scale=cfg.rl.warm_up_lr_scale)
         yield step_record(run, measured, time.perf_counter() - began, 0.0, None), measured
         return
     if cfg.rl.kl_loss != "none" and policy.reference is None:

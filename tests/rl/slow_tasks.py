@@ -1,0 +1,29 @@
+"""Tasks whose rewards misbehave, for tests of what guards against that."""
+
+import os
+import time
+
+from titanlite.rl.tasks import Arithmetic, Problem
+
+
+class Unruly(Arithmetic):
+    """What an answer says is done: `sleep`, `die`, `raise`; anything else is worth 1."""
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        if answer == "sleep":
+            time.sleep(60)
+        if answer == "die":
+            os._exit(7)
+        if answer == "raise":
+            raise ValueError("no such number")
+        return 1.0
+
+
+class Alike(Arithmetic):
+    def reward(self, problem: Problem, answer: str) -> float:
+        return 0.0
+
+
+class Broken(Arithmetic):
+    def reward(self, problem: Problem, answer: str) -> float:
+        raise RuntimeError("the verifier is down")
