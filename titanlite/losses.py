@@ -38,9 +38,14 @@ def label_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> 
         found = _SplitLogprobs.apply(logits.to_local().flatten(0, 1), labels.flatten(), first, group, temperature)
         return found[0].view_as(labels), found[1].view_as(labels)
     counted = labels != IGNORE
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    log_p = tempered(logits, temperature)
     logprobs = log_p.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
     return logprobs * counted, -(log_p.exp() * log_p).sum(-1) * counted
+
+
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """[..., V] log p of logits / temperature, in fp32 at least."""
+    return (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
 
 
 def linear_cross_entropy(hidden: Tensor, batch: Batch, *, head: nn.Linear, chunk_tokens: int) -> Tensor:

@@ -11,9 +11,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.losses import label_logprobs
+from titanlite.losses import tempered
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,17 @@ class Generator(Protocol):
 
 
 @dataclass
+class _Now:
+    """What cores need to know of the tokens that go through the model: alike in all of them, so made once."""
+
+    slots: slice | None = None  # the sequences that they are of
+    end: int = 0  # how long the longest is then
+    cells: Tensor | None = None  # [B * S] where their keys go: slot * max_length + position
+    places: Tensor | None = None  # [B, end] positions of keys
+    mask: Tensor | None = None  # [B, 1, S, end] which keys each sees; None: all
+
+
+@dataclass
 class _Slot:
     request: Request
     sample: int
@@ -66,12 +78,13 @@ class EmbeddedGenerator:
     def __init__(self, model: nn.Module, *, end_id: int, n_slots: int, max_length: int, chunk_tokens: int = 512):
         self.model, self.end_id, self.n_slots, self.max_length, self.chunk_tokens = model, end_id, n_slots, max_length, chunk_tokens
         self.device = next(model.parameters()).device
+        self.now = _Now()
         self.cores: list[SlotCore | SlotLightningCore] = []
         self.last_prompt: tuple[int, ...] = ()
         for module in list(model.modules()):
             if hasattr(module, "core"):
                 kind = SlotCore if hasattr(module.core, "attend") else SlotLightningCore
-                module.core = kind(module.core, n_slots + 1, max_length)  # one more, for a prompt
+                module.core = kind(module.core, self.now, n_slots + 1, max_length)  # one more, for a prompt
                 self.cores.append(module.core)
 
         self.sharing = all(isinstance(core, SlotCore) for core in self.cores)
@@ -81,26 +94,25 @@ class EmbeddedGenerator:
         if temperature < 0:
             raise ValueError(f"temperature={temperature}: must not be below 0")
         waiting, ready, active = iter(requests), deque(), []  # ready: of the prompt in the last slot, samples that wait for one of their own
-        prompt_logits = None
+        prompt_log_p = None
         while True:
             while len(active) < self.n_slots:
                 if not ready:
                     request = next(waiting, None)
                     if request is None:
                         break
-                    prompt_logits = self._prefill(request)
+                    prompt_log_p = tempered(self._prefill(request), temperature or 1.0)
                     ready.extend((request, sample) for sample in request.samples)
                 request, sample = ready.popleft()
                 for core in self.cores:
                     core.copy(self.n_slots, len(active), len(request.prompt))
                 slot = _Slot(request, sample, len(request.prompt), last=-1)
-                self._draw([slot], prompt_logits, temperature, seed)
+                self._draw([slot], prompt_log_p, seed, greedy=temperature == 0)
                 active.append(slot)
                 yield from self._take_out(active, version)
             if not active:
                 return
-            logits = self._decode(active)
-            self._draw(active, logits, temperature, seed)
+            self._draw(active, tempered(self._decode(active), temperature or 1.0), seed, greedy=temperature == 0)
             yield from self._take_out(active, version)
 
     def _prefill(self, request: Request) -> Tensor:
@@ -126,8 +138,12 @@ class EmbeddedGenerator:
         return self._forward(tokens, positions, slice(0, len(active)), max(slot.length for slot in active))
 
     def _forward(self, tokens: Tensor, positions: Tensor, slots: slice, end: int) -> Tensor:
-        for core in self.cores:
-            core.slots, core.end = slots, end
+        now, S = self.now, tokens.shape[1]
+        now.slots, now.end = slots, end
+        now.cells = (torch.arange(self.n_slots + 1, device=self.device)[slots, None] * self.max_length + positions).flatten()
+        now.places = torch.arange(end, device=self.device).expand(len(tokens), -1)
+        alike = S == 1 and bool((positions == end - 1).all())
+        now.mask = None if alike else (positions[:, :, None] >= now.places[:, None])[:, None]
         return self.model(tokens, positions, None)[:, -1] if tokens.shape[1] == 1 else self._last(tokens, positions)
 
     def _last(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -139,17 +155,15 @@ class EmbeddedGenerator:
             self.model.output = head
         return head(hidden)
 
-    def _draw(self, slots: list[_Slot], logits: Tensor, temperature: float, seed: int) -> None:
-        if temperature == 0:
-            self._take(slots, logits, logits.argmax(-1, keepdim=True), 1.0)
-            return
-        uniform = torch.from_numpy(uniforms(seed, *np.array([(s.request.ordinal, s.sample, len(s.request.prompt) + len(s.ids)) for s in slots], np.uint64).T))
-        p = (logits.float() / temperature).softmax(-1).double().cumsum(-1)
-        drawn = torch.searchsorted(p, uniform.to(p.device)[:, None] * p[:, -1:], right=True).clamp(max=p.shape[-1] - 1)
-        self._take(slots, logits, drawn, temperature)
-
-    def _take(self, slots: list[_Slot], logits: Tensor, drawn: Tensor, temperature: float) -> None:
-        logprobs, _ = label_logprobs(logits[:, None], drawn, temperature)
+    def _draw(self, slots: list[_Slot], log_p: Tensor, seed: int, *, greedy: bool) -> None:
+        if greedy:
+            drawn = log_p.argmax(-1, keepdim=True)
+        else:
+            counters = np.array([(s.request.ordinal, s.sample, len(s.request.prompt) + len(s.ids)) for s in slots], np.uint64)
+            uniform = torch.from_numpy(uniforms(seed, *counters.T))
+            p = log_p.exp().cumsum(-1, dtype=torch.float64)
+            drawn = torch.searchsorted(p, uniform.to(p.device)[:, None] * p[:, -1:], right=True).clamp(max=p.shape[-1] - 1)
+        logprobs = log_p.gather(-1, drawn)
         for slot, token, logprob in zip(slots, drawn.flatten().tolist(), logprobs.flatten().tolist()):
             slot.last = token
             slot.ids.append(token)
@@ -173,21 +187,23 @@ class EmbeddedGenerator:
 class SlotCore(nn.Module):
     """An attention core with keys and values of many sequences: [slots, max_length, K, E]."""
 
-    def __init__(self, core: nn.Module, n_slots: int, max_length: int):
+    def __init__(self, core: nn.Module, now: _Now, n_slots: int, max_length: int):
         super().__init__()
-        self.core, self.shape = core, (n_slots, max_length)
+        self.core, self.now, self.shape = core, now, (n_slots, max_length)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.slots, self.end = slice(0), 0  # which sequences the next tokens are of, and how long the longest is then
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: None) -> Tensor:
         if self.keys is None:
             self.keys, self.values = (x.new_zeros(*self.shape, *x.shape[2:]) for x in (k, v))
-        keys, values = self.keys[self.slots], self.values[self.slots]
-        rows = torch.arange(len(k), device=k.device)[:, None]
-        keys[rows, positions], values[rows, positions] = k, v
-        places = torch.arange(self.end, device=k.device).expand(len(k), -1)
-        return self.core.attend(q, keys[:, : self.end], values[:, : self.end], (positions, None), (places, None))
+        now = self.now
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept.flatten(0, 1).index_copy_(0, now.cells, new.flatten(0, 1))
+        keys, values = self.keys[now.slots, : now.end], self.values[now.slots, : now.end]
+        if self.core.window or self.core.sink or self.core.kernel != "sdpa":
+            return self.core.attend(q, keys, values, (positions, None), (now.places, None))
+        q, keys, values = (x.transpose(1, 2) for x in (q, keys, values))
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=now.mask, enable_gqa=q.shape[1] != keys.shape[1]).transpose(1, 2)
 
     def copy(self, source: int, to: int, length: int) -> None:
         self.keys[to, :length], self.values[to, :length] = self.keys[source, :length], self.values[source, :length]
@@ -196,19 +212,18 @@ class SlotCore(nn.Module):
 class SlotLightningCore(nn.Module):
     """A lightning core with the states of many sequences: [slots, H, E, E]."""
 
-    def __init__(self, core: nn.Module, n_slots: int, max_length: int):
+    def __init__(self, core: nn.Module, now: _Now, n_slots: int, max_length: int):
         super().__init__()
-        self.core, self.n_slots = core, n_slots
+        self.core, self.now, self.n_slots = core, now, n_slots
         self.states: Tensor | None = None
-        self.slots, self.end = slice(0), 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: None) -> Tensor:
         begins = positions[0, 0] == 0  # a prompt's first chunk; nothing else starts at 0
-        state = None if self.states is None or begins else self.states[self.slots]
+        state = None if self.states is None or begins else self.states[self.now.slots]
         out, state = self.core.advance(q, k, v, None, state)
         if self.states is None:
             self.states = state.new_zeros(self.n_slots, *state.shape[1:])
-        self.states[self.slots] = state
+        self.states[self.now.slots] = state
         return out
 
     def copy(self, source: int, to: int, length: int) -> None:
