@@ -11,7 +11,9 @@ from tests.runs import SEQ_LEN, VOCAB, full, microbatches_of, small_config
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import override
 from titanlite.rl.algorithms import token_weights
-from titanlite.rl.policy import Figures, build_policy_loss, stack_signals
+from titanlite.rl.metrics import Figures
+from titanlite.rl.policy import POLICY_FIGURES, build_policy_loss
+from titanlite.rl.signals import stack_signals
 from titanlite.trainer import join, setup
 
 ROWS = 4
@@ -49,7 +51,7 @@ def a_batch(kind: str) -> Batch:
 
 def gradients(cfg, kind: str) -> dict[str, np.ndarray]:
     run = setup(cfg, join(cfg))
-    figures = Figures.empty(run.mesh.device)
+    figures = Figures.empty(run.mesh.device, **POLICY_FIGURES)
     loss_fn = build_policy_loss(cfg.rl, run.mesh, figures)
     run.forward_backward(microbatches_of(run, a_batch(kind)), loss_fn, torch.tensor(1.0, dtype=torch.float64))
     return {name: full(p.grad) for part in run.parts for name, p in part.named_parameters()}

@@ -9,7 +9,7 @@ from titanlite.batch import IGNORE
 from titanlite.config import RL
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.rl.generator import Sample
-from titanlite.rl.policy import SIGNALS
+from titanlite.rl.signals import SIGNALS
 from titanlite.rl.rewards import Reward
 from titanlite.rl.rollouts import Group, Rollout, collect, demonstrations, groups_of, minibatches_of
 from titanlite.rl.tasks import Calculator, Problem
