@@ -1,6 +1,7 @@
 """Runs of reinforcement: what they record, that they go on exactly, and that they end loudly where nothing can be learnt."""
 
 import json
+import shutil
 
 import pytest
 
@@ -133,6 +134,22 @@ def test_a_reference_holds_the_policy_back_and_is_kept(train):
     assert train("run", *options, "--training.steps", 2, ranks=2) == 0 and train("run", *options, "--training.steps", 4, ranks=2) == 0
     found = records(train.folder / "run")
     assert found[0]["kl_reference"] < 1e-12 and all(record["kl_reference"] > 1e-9 for record in found[1:])
+    shutil.rmtree(train.folder / "run" / "reference")
+    assert "has no reference: it is kept when reinforcement begins, at step 0, and this run is at 4" in train("run", *options, ranks=2)
+
+
+def test_groups_that_are_alike_are_replaced_until_there_are_as_many_as_asked(train):
+    options = ("--rl.task", "tests.rl.slow_tasks:OddFirst", "--rl.dynamic_sampling", "--rl.group_size", 2, "--rl.warm_up_steps", 0, "--training.steps", 2)
+    assert train("full", *options, ranks=2) == 0
+    found = records(train.folder / "full")
+    assert all(r["groups_kept"] == 4 for r in found) and sum(r["groups_alike"] for r in found) > 0
+    for r in found:
+        samples = [json.loads(line) for line in (train.folder / "full" / "rollouts" / f"step-{r['step']}.jsonl").read_text().splitlines()]
+        assert len(samples) == 2 * (4 + r["groups_alike"] + r["groups_surplus"])  # also those that were dropped are kept there, each problem once
+        assert len({(s["ordinal"], s["sample"]) for s in samples}) == len(samples)
+    assert train("short", *options, "--rl.most_refills", 0, "--training.steps", 1, ranks=2) == 0
+    (record,) = records(train.folder / "short")
+    assert 0 < record["groups_kept"] < 4 and record["groups_kept"] + record["groups_alike"] == 4
 
 
 CRITIC = ("--rl.advantage", "gae", "--rl.critic_lr", 1e-3, "--rl.kl_reward", "k1", "--rl.kl_reward_coef", 0.01, "--rl.minibatches", 2, "--rl.task", "tests.rl.slow_tasks:OddFirst")

@@ -197,9 +197,12 @@ def _sampled(policy: Policy) -> tuple[list[Rollout], list[Group], dict[str, floa
     model = inference_copy(run, getattr(torch, run.cfg.training.mixed_precision_param))
     generator = EmbeddedGenerator(model, end_id=policy.tokenizer.end_id, n_slots=rl.n_slots, max_length=run.cfg.training.seq_len + 1)
     times, rollouts, groups, counts, rounds = {"sync_s": time.perf_counter() - began, "reward_s": 0.0}, [], [], {"failed": 0, "alike": 0, "cut": 0}, 0
+    began_at = policy.frontier.next
     most = rl.most_refills if rl.dynamic_sampling else rl.most_barren_steps
     while not rounds or (len(groups) < rl.prompts_per_step and rl.dynamic_sampling or not groups) and rounds <= most:
-        first, n = policy.frontier.next, rl.prompts_per_step - len(groups)
+        missing, asked = rl.prompts_per_step - len(groups), policy.frontier.next - began_at
+        n = min(rl.prompts_per_step, math.ceil(missing * max(asked, 1) / max(len(groups), 1)))  # as many as the missing ones are likely to take
+        first = policy.frontier.next
         mine = range(first + mesh.rank, first + n, mesh.world_size)
         found = collect(
             rl, policy.task, policy.tokenizer, generator, policy.pool, mine, seed=run.cfg.debug.seed, version=run.step
@@ -223,7 +226,8 @@ def _sampled(policy: Policy) -> tuple[list[Rollout], list[Group], dict[str, floa
             f"step={run.step + 1} trains on {len(groups)} of {rl.prompts_per_step} groups: rl.most_refills={rl.most_refills} rounds of replacing gave no more"
         )
     times["generate_s"] = time.perf_counter() - began - sum(times.values())
-    return rollouts, groups, times, counts | {"kept": len(groups)}
+    groups, surplus = groups[: rl.prompts_per_step], groups[rl.prompts_per_step :]
+    return rollouts, groups, times, counts | {"kept": len(groups), "surplus": len(surplus)}
 
 
 def _keep(policy: Policy, rollouts: list[Rollout]) -> None:
