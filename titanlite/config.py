@@ -218,7 +218,7 @@ class RL:
     gae_lambda: float = 0.95  # 1: what comes is measured, 0: the critic's forecast of it
     critic_lr: float = 1e-5  # the critic's highest learning rate; the rest is the policy's
     critic_warm_up_steps: int = 0  # steps of reinforcement in which only the critic learns
-    value_clip: float | None = 0.2  # how far a forecast may gain by moving in a step
+    value_clip: float = 0.2  # how far a forecast may gain by moving in a step; inf: without bounds
     aggregation: Literal["token", "sequence", "constant"] = "token"  # how tokens' losses make one; constant: over max_new_tokens
     overlong_buffer_tokens: int = 0  # the last tokens before max_new_tokens, over which a sample loses up to 1; 0: it loses nothing
     overlong_filter: bool = False  # samples that were cut are not trained on

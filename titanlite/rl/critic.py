@@ -66,7 +66,7 @@ def build_critic_loss(cfg: RL, figures: Figures) -> LossFn:
         values = values_of(output, batch)[here]
         signals = dict(zip(SIGNALS, batch.signals[here].to(values.dtype).unbind(-1)))
         losses = value_loss(values, signals["value"], signals["returns"], clip=cfg.value_clip)
-        far = torch.zeros_like(losses) if cfg.value_clip is None else (values - signals["value"]).abs() > cfg.value_clip
+        far = (values - signals["value"]).abs() > cfg.value_clip
         figures.add(len(values), value_loss=losses, value=values, value_clip_fraction=far)
         return (signals["weight"] * losses).sum()
 
