@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -25,7 +25,7 @@ from titanlite.rl.algorithms import (
 from titanlite.rl.generator import Generator, Request
 from titanlite.rl.rewards import RewardPool
 from titanlite.rl.signals import stack_signals, with_signals
-from titanlite.rl.tasks import Task
+from titanlite.rl.tasks import Problem, Task
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,19 @@ class Rollout:
 
 
 def collect(
-    cfg: RL, task: Task, tokenizer: Tokenizer, generator: Generator, pool: RewardPool, ordinals: Sequence[int], *, seed: int, version: int
+    cfg: RL,
+    task: Task,
+    problems: Mapping[int, Problem],
+    encode: Callable[[str], list[int]],
+    tokenizer: Tokenizer,
+    generator: Generator,
+    pool: RewardPool,
+    *,
+    seed: int,
+    version: int,
 ) -> tuple[list[Rollout], float]:
-    """(the groups of these problems, with rewards, in order; seconds that rewards took)."""
-    problems = {ordinal: task.problem(ordinal) for ordinal in ordinals}
-    prompts = {ordinal: tuple(tokenizer.encode_prompt(problem.prompt)) for ordinal, problem in problems.items()}
+    """(the groups of these problems by number, with rewards, in order; seconds that rewards took); `encode` makes a prompt's token ids."""
+    prompts = {ordinal: tuple(encode(problem.prompt)) for ordinal, problem in problems.items()}
     requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
     open_, done = {}, []
     while requests:
@@ -227,12 +235,12 @@ def _rows(cfg: RL, rollouts: list[Rollout], seq_len: int, unit: int, end_id: int
     return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals)), list(chain(*rows))
 
 
-def demonstrations(task: Task, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
+def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
     """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
     shown = []
     for number in numbers:
         problem = task.problem(number)
-        ids, text = list(tokenizer.encode_prompt(problem.prompt)), ""
+        ids, text = list(encode(problem.prompt)), ""
         drawn = [False] * len(ids)
         for turn in task.demonstration(number):
             said = [*tokenizer.encode_prompt(turn)[1:], tokenizer.end_id]
