@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config import load_config
+from titanlite.rl.validate import validate_rl
 from titanlite.validate import validate
 
 FOLDER = Path(__file__).parents[1] / "train_configs"
@@ -18,9 +19,11 @@ def world_sizes(path: Path) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_is_legal_on_the_ranks_it_is_for(path):
-    cfg, _ = load_config(path)
+    cfg, origins = load_config(path)
     for world_size in world_sizes(path):
         validate(cfg, world_size)
+    if any(key.startswith("rl.") for key in origins):
+        validate_rl(cfg)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -18,7 +18,7 @@ class Batch(NamedTuple):
               which lets attention take the plain causal kernel
     ahead     [B, S, K, 2] int64, where tokens further ahead are predicted: the token that stands k places on in the same
               segment and its label, k from 1 to K, or IGNORE and IGNORE; see `with_ahead`
-    signals   [B, S, ...] what a loss knows of each label besides; see `titanlite.rl.policy`
+    signals   [B, S, ...] what a loss knows of each label besides; see `titanlite.rl.signals`
     """
 
     tokens: Tensor

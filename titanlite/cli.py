@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from titanlite.checkpoint.folder import checkpoint_folder, step_folders
@@ -15,6 +15,7 @@ from titanlite.checkpoint.integrity import read_manifest
 from titanlite.config import KEYS, Config, Origins, to_dict
 from titanlite.launch import EXIT_CODE_FILE, run_as_command, run_dir
 from titanlite.parallel.degrees import resolve_degrees
+from titanlite.rl.validate import validate_rl
 from titanlite.torchtitan import LACKING
 from titanlite.utils import EXIT_DONE, EXIT_FAULT, EXIT_STOPPED, EXIT_USER, ConfigError, explain, nearest, setup_logging
 
@@ -48,9 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
 
 
-def _train(argv: list[str], module: str = "titanlite.train", usage: str = "") -> int:
+def _train(argv: list[str], module: str = "titanlite.train", usage: str = TRAIN_USAGE, also: Callable[[Config], None] = lambda cfg: None) -> int:
     """Train a model; with --nproc N on N processes of this machine, under torchrun."""
-    usage = usage or TRAIN_USAGE
     nproc, argv = _take_nproc(argv)
     if nproc is None or not argv or argv[0].startswith("-") or {"-h", "--help"} & set(argv):
         return run_as_command(lambda *args: importlib.import_module(module).train(*args), argv, usage)
@@ -60,6 +60,7 @@ def _train(argv: list[str], module: str = "titanlite.train", usage: str = "") ->
         """Mistakes are answered here, once, before a gang is started."""
         nonlocal timeout_s
         resolve_degrees(cfg.parallelism, nproc)
+        also(cfg)
         timeout_s = shutdown_timeout_s(cfg)
         return EXIT_DONE
 
@@ -123,7 +124,7 @@ def _torchrun(nproc: int, timeout_s: int, args: list[str]) -> int:
 
 def _rl(argv: list[str]) -> int:
     """Train a policy by reinforcement; with --nproc N on N processes of this machine, under torchrun."""
-    return _train(argv, "titanlite.rl.train", RL_USAGE)
+    return _train(argv, "titanlite.rl.train", RL_USAGE, validate_rl)
 
 
 def _config(argv: list[str]) -> int:
@@ -141,6 +142,8 @@ def _config(argv: list[str]) -> int:
 
 
 def _print_config(cfg: Config, origins: Origins) -> int:
+    if any(key.startswith("rl.") for key in origins):
+        validate_rl(cfg)
     values = {key: f"{key} = {json.dumps(value, default=vars)}" for key, value in to_dict(cfg).items()}
     width = max(map(len, values.values()))
     for key, value in values.items():

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class Saver:
         background = SAVERS[run.cfg.checkpoint.async_mode]
         self.background = background and background(self.group)
         if self.background:
-            self.background.reserve(model_state(run.parts) | optimizer_state(run.optimizer, run.parts))
+            self.background.reserve(training_state(run))
         self.failures = 0  # in a row
 
     def save(self, *, last: bool) -> bool:
@@ -48,9 +49,7 @@ class Saver:
         """
         run, cfg = self.run, self.run.cfg.checkpoint
         model_only = last and cfg.last_save_model_only
-        state = model_state(run.parts)
-        if not model_only:
-            state |= optimizer_state(run.optimizer, run.parts)
+        state = model_state(run.parts) if model_only else training_state(run)
         options = {
             "extra": {
                 "tokens": run.tokens,
@@ -99,6 +98,12 @@ class Saver:
         return False
 
 
+def training_state(run: Run, *, copies: bool = False) -> dict[str, Tensor]:
+    """What training goes on from, a critic's as `critic.<key>`; see `model_state` for copies."""
+    state = model_state(run.parts, copies=copies) | optimizer_state(run.optimizer, run.parts, copies=copies)
+    return state if run.critic is None else state | {f"critic.{key}": tensor for key, tensor in training_state(run.critic, copies=copies).items()}
+
+
 def rank_state(mesh: Mesh, positions: Tensor) -> dict[str, Any]:
     """What this rank alone knows: its random state, and where the logical shards of the data stand whose rows it reads first.
 
@@ -142,13 +147,15 @@ def find_checkpoint(cfg: Config, folder: Path) -> int | None:
     return None
 
 
-def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: int, data: str) -> tuple[Run, Tensor | None]:
+def setup_from(
+    cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: int, data: str, build: Callable[[Config, Mesh], Run] = setup
+) -> tuple[Run, Tensor | None]:
     """A run as it was after `step`, and its data positions [rows, W]; or, without a step, a new one.
 
     Where loading shows that a step is not what was written it is quarantined, and the one before is loaded into a run that is
     built anew: a half-loaded one could keep a part of it.
     """
-    run = setup(cfg, mesh)
+    run = build(cfg, mesh)
     if step is None:
         load_initial(run)
     while step is not None:
@@ -158,7 +165,7 @@ def setup_from(cfg: Config, mesh: Mesh, folder: Path, step: int | None, rows: in
             problems = [str(damage)]
         on_rank_0(partial(quarantine, folder, step, problems))
         run = None  # its memory
-        run = setup(cfg, mesh)
+        run = build(cfg, mesh)
         step = find_checkpoint(cfg, folder)
     return run, None
 
@@ -204,9 +211,7 @@ def resume(run: Run, folder: Path, step: int, global_batch_size: int, data: str)
     if "data" not in exclude:
         _check_same_data(path, manifest, run.cfg, global_batch_size, data)
     init_optimizer_state(run.optimizer)
-    state = model_state(run.parts, copies=True) | optimizer_state(run.optimizer, run.parts, copies=True)
-    counted = model_state(run.parts) | optimizer_state(run.optimizer, run.parts)
-    load(folder, step, state, counted=counted, exclude=exclude)
+    load(folder, step, training_state(run, copies=True), counted=training_state(run), exclude=exclude)
     copy_tied(run.parts, run.optimizer)
     run.step, run.tokens = manifest["step"], manifest["tokens"]
     rank_states = read_rank_states(path, manifest)

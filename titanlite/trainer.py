@@ -21,6 +21,7 @@ from titanlite.parallel.forward_backward import ForwardBackward, LossFn, build_f
 from titanlite.parallel.mesh import Mesh, build_mesh, init_distributed
 from titanlite.parallel.parallelize import materialize, parallelize
 from titanlite.parallel.pipeline import copies, head_of
+from titanlite.parallel.plan import ParallelPlan
 from titanlite.utils import ConfigError, Fault, logger
 from titanlite.validate import global_batch_size, validate
 
@@ -43,6 +44,7 @@ class Run:
     counted: list[nn.Parameter]  # in the gradient norm: without copies of tied parameters that other pipeline stages hold
     mtp_depth: int  # tokens beyond the next one that are predicted
     mtp_loss: torch.Tensor  # of those, this rank's sum over the step's labels so far
+    critic: "Run | None" = None  # trained beside it in reinforcement, and saved with it
     step: int = 0
     tokens: int = 0  # labels trained on, over all ranks
     stop_asked: bool = False  # a signal came in on this rank
@@ -72,10 +74,9 @@ def join(cfg: Config) -> Mesh:
     return build_mesh(validate(cfg, dist.get_world_size()), device, experts=bool(get_plan(cfg.model).experts))
 
 
-def setup(cfg: Config, mesh: Mesh) -> Run:
-    """The model of the configuration with its initial weights, sharded, and what trains it."""
-    plan = get_plan(cfg.model)
-    model = get_model(cfg.model, getattr(torch, cfg.training.dtype))
+def setup(cfg: Config, mesh: Mesh, other: tuple[nn.Module, ParallelPlan] | None = None) -> Run:
+    """The model of the configuration, or another one on meta with its plan, with its initial weights, sharded, and what trains it."""
+    model, plan = other or (get_model(cfg.model, getattr(torch, cfg.training.dtype)), get_plan(cfg.model))
     n_parameters = sum(p.numel() for p in model.parameters())
     parts = parallelize(model, mesh, plan, cfg)
     materialize(parts, mesh, plan, cfg)

@@ -1,4 +1,4 @@
-"""Tasks whose rewards misbehave, for tests of what guards against that."""
+"""Tasks for tests: rewards that misbehave, and rewards that an untrained policy gets."""
 
 import os
 import time
@@ -27,3 +27,10 @@ class Alike(Arithmetic):
 class Broken(Arithmetic):
     def reward(self, problem: Problem, answer: str) -> float:
         raise RuntimeError("the verifier is down")
+
+
+class OddFirst(Arithmetic):
+    """1 where the first character's number is odd: also what an untrained policy says is right now and then."""
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        return float(bool(answer) and ord(answer[0]) % 2)

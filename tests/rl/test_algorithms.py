@@ -216,6 +216,61 @@ def test_penalties_in_the_reward_estimate_the_divergence(policy):
         assert (kl_estimate(logprobs, theirs, "k3") >= 0).all() and (kl_estimate(logprobs, theirs, "k2") >= 0).all()
 
 
+@pytest.mark.parametrize("way", ["returns", "whole"])
+def test_a_divergence_in_the_reward_makes_the_gradient_of_what_is_earned_less_it(policy, way):
+    """beta KL(policy || other) less: k1 as a number at each token, the reward at the last; each token is worth what follows it, or all of it."""
+    other, beta = Policy(1), 0.7
+    logprobs = policy.logprobs(policy.sequences)
+    k1 = kl_estimate(logprobs.detach(), other.logprobs(policy.sequences).detach(), "k1")
+    rewards = -beta * k1
+    rewards[:, -1] += REWARDS
+    worth = returns(rewards.flatten(), [L] * V**L).view(-1, L) if way == "returns" else rewards.sum(1, keepdim=True)
+    truth = -true_gradient(policy, lambda logprobs: logprobs.sum(1).exp() * REWARDS) + beta * kl(policy, other)
+    torch.testing.assert_close(expected(policy, reinforce_loss(logprobs, worth)), truth, **EXACT)
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.6])
+def test_a_critics_advantages_have_the_gradient_of_the_expected_reward(policy, lam):
+    """With lambda 1 whatever the critic foretells; with less where it foretells what is to come."""
+    logprobs = policy.logprobs(policy.sequences)
+    with torch.no_grad():
+        probability = logprobs.sum(1).exp()
+        values = torch.empty(V**L, L, dtype=torch.float64)
+        for t in range(L):  # sequences that begin alike stand one after another
+            earned, likely = ((probability * x).view(V**t, -1).sum(1) for x in (REWARDS, torch.ones(V**L)))
+            foretold = earned / likely if lam < 1 else torch.linspace(-1, 1, V**t, dtype=torch.float64).cos()
+            values[:, t] = foretold.repeat_interleave(V ** (L - t))
+    rewards = torch.zeros(V**L, L, dtype=torch.float64)
+    rewards[:, -1] = REWARDS
+    advantages, targets = gae(rewards.flatten(), values.flatten(), [L] * V**L, lam=lam)
+    truth = -true_gradient(policy, lambda logprobs: logprobs.sum(1).exp() * REWARDS)
+    torch.testing.assert_close(expected(policy, ppo_loss(log_ratio(logprobs, logprobs.detach()).exp(), advantages.view(-1, L))), truth, **EXACT)
+    if lam == 1:
+        torch.testing.assert_close(targets.view(-1, L), REWARDS[:, None].expand(-1, L), **EXACT)
+    else:  # and a critic that is right stays where it is: its gradient is 0 at each prefix
+        errors = (probability[:, None] * (values - targets.view(-1, L))).unbind(1)
+        for t, error in enumerate(errors):
+            torch.testing.assert_close(error.view(V**t, -1).sum(1), torch.zeros(V**t, dtype=torch.float64), **EXACT)
+
+
+def test_a_bandit_and_its_critic_learn_together():
+    """Expected steps on both losses: the advantage's gradient is p (1 - p) whatever is foretold, and what is foretold goes to p."""
+    theta, value = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (-1.0, 0.0))
+    for _ in range(400):
+        p = theta.sigmoid()
+        logprobs, rewards = torch.stack([p.log(), (1 - p).log()]), torch.tensor([1.0, 0.0], dtype=torch.float64)
+        advantages, targets = gae(rewards, value.detach().expand(2), [1, 1])
+        chances = logprobs.detach().exp()
+        (slope,) = torch.autograd.grad((chances * ppo_loss(log_ratio(logprobs, logprobs.detach()).exp(), advantages)).sum(), theta)
+        assert slope.item() == pytest.approx(-(p * (1 - p)).item(), abs=1e-12)
+        (error,) = torch.autograd.grad((chances * value_loss(value.expand(2), value.detach().expand(2), targets)).sum(), value)
+        assert error.item() == pytest.approx((value - p).item(), abs=1e-12)
+        with torch.no_grad():
+            theta -= 0.1 * slope
+            value -= 0.5 * error
+    assert p > 0.9 and abs(value - p) < 0.01
+
+
 def test_a_far_reference_gives_finite_penalties_and_gradients():
     logprobs = torch.tensor([-500.0, -1.0], requires_grad=True)
     kl_loss(logprobs, torch.tensor([-1.0, -500.0]), "k3").sum().backward()

@@ -9,9 +9,11 @@ import torch
 from tests.ranks import run_ranks
 from tests.runs import SEQ_LEN, VOCAB, full, microbatches_of, small_config
 from titanlite.batch import IGNORE, Batch
-from titanlite.config import override
+from titanlite.config import RL, override
 from titanlite.rl.algorithms import token_weights
-from titanlite.rl.policy import Figures, build_policy_loss, stack_signals
+from titanlite.rl.metrics import Figures
+from titanlite.rl.policy import POLICY_FIGURES, build_policy_loss
+from titanlite.rl.signals import stack_signals, with_signals
 from titanlite.trainer import join, setup
 
 ROWS = 4
@@ -49,7 +51,7 @@ def a_batch(kind: str) -> Batch:
 
 def gradients(cfg, kind: str) -> dict[str, np.ndarray]:
     run = setup(cfg, join(cfg))
-    figures = Figures.empty(run.mesh.device)
+    figures = Figures.empty(run.mesh.device, **POLICY_FIGURES)
     loss_fn = build_policy_loss(cfg.rl, run.mesh, figures)
     run.forward_backward(microbatches_of(run, a_batch(kind)), loss_fn, torch.tensor(1.0, dtype=torch.float64))
     return {name: full(p.grad) for part in run.parts for name, p in part.named_parameters()}
@@ -102,6 +104,70 @@ def test_gradients_are_those_of_one_rank(configured, alone, loss, layout):
     expected = alone(loss, *(options[-2:] if "--model.vocab_size" in options else ()))
     for ours in run_ranks(gradients, ranks, configured(loss, *options), "packed"):
         assert difference(ours, expected) < 1e-12
+
+
+class Whole:
+    """A mesh of one rank, as far as a loss asks."""
+
+    class degrees:
+        cp = 1
+
+
+# What keys ask for -> the papers' loss of a token, of ratios to the policy before the step and of that one to the generator.
+PAPERS = {
+    "decoupled PPO (arXiv 2110.00641, eq. 12)": (
+        {"rollout_correction": "truncate", "rollout_high": float("inf")},
+        lambda r, u, A, **_: u * -min(r * A, min(max(r, 0.8), 1.2) * A),
+    ),
+    "truncated importance sampling": ({"rollout_correction": "truncate", "rollout_high": 1.1}, lambda r, u, A, **_: min(u, 1.1) * -min(r * A, min(max(r, 0.8), 1.2) * A)),
+    "IcePop (arXiv 2510.18855)": (
+        {"rollout_correction": "mask", "rollout_low": 0.8, "rollout_high": 1.3, "clip_high": 0.28},
+        lambda r, u, A, **_: (u if 0.8 <= u <= 1.3 else 0) * -min(r * A, min(max(r, 0.8), 1.28) * A),
+    ),
+    "a mask of sequences": (
+        {"rollout_correction": "mask", "rollout_low": 0.9, "rollout_high": 1.2, "rollout_correction_of": "sequence", "policy_loss": "reinforce"},
+        lambda r, u, A, *, p, mean_u, **_: (mean_u if 0.9 <= mean_u <= 1.2 else 0) * -A * p,
+    ),
+    "off-policy sequence masking (arXiv 2512.02556, eq. 9)": (
+        {"off_policy_kl": 0.02},
+        lambda r, u, A, *, drift, **_: -min(r * A, min(max(r, 0.8), 1.2) * A) * (0 if A < 0 and drift > 0.02 else 1),
+    ),
+    "dual clip and DAPO's": (
+        {"clip_high": 0.28, "dual_clip": 1.3},
+        lambda r, u, A, **_: -(max(min(r * A, min(max(r, 0.8), 1.28) * A), 1.3 * A) if A < 0 else min(r * A, min(max(r, 0.8), 1.28) * A)),
+    ),
+}
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_keys_reach_the_papers_losses_also_after_the_first_minibatch(paper):
+    """Logits of two entries, so that log p is what a test chooses; `old` as in a later minibatch, and NaN as in the first."""
+    values, loss_of_token = PAPERS[paper]
+    cfg, generator, batch = RL(**values, aggregation="token"), torch.Generator().manual_seed(5), a_batch("packed")
+    here = batch.labels != IGNORE
+    n = int(here.sum())
+    p, old, rollout = (-1 + 0.25 * torch.randn(3, n, dtype=torch.float64, generator=generator)).unbind(0)
+    of = (torch.arange(2 * ROWS)[:, None] * SEQ_LEN + batch.documents)[here]
+    A = torch.randn(2 * ROWS * SEQ_LEN, dtype=torch.float64, generator=generator)[of]
+    mean = lambda x: torch.stack([x[of == one].mean() for one in of])  # noqa: E731
+    for proximal in (old, p):
+        logits = torch.zeros(*here.shape, VOCAB, dtype=torch.float64)
+        logits[here] = -1e9
+        logits[here, batch.labels[here]] = p
+        logits[here, (batch.labels[here] + 1) % VOCAB] = (1 - p.exp()).log()
+        rows = lambda x: torch.zeros(here.shape, dtype=torch.float64).masked_scatter(here, x)  # noqa: E731
+        given = torch.full_like(old, torch.nan) if proximal is p else old
+        batch = with_signals(batch, weight=1.0, advantage=rows(A), old=rows(given), rollout=rows(rollout))
+        figures = Figures.empty(torch.device("cpu"), **POLICY_FIGURES)
+        found = build_policy_loss(cfg, Whole, figures)(logits, batch)
+        r, u = (p - proximal).exp(), (proximal - rollout).exp()
+        more = {"p": p, "mean_u": mean(proximal - rollout).exp(), "drift": mean(rollout - p)}
+        losses = [loss_of_token(*token[:3], **dict(zip(more, token[3:]))) for token in torch.stack([r, u, A, *more.values()], 1).tolist()]
+        assert found.item() == pytest.approx(sum(losses), rel=1e-12)
+        means = {name: (figures.sums[name] / figures.count).item() for name in figures.sums}
+        clips = [(u_ < 0.8 and a < 0, u_ > 1 + cfg.clip_high and a > 0) for u_, a in zip(r.tolist(), A.tolist())] if cfg.policy_loss == "ppo" else [(False, False)]
+        assert [means["clip_low_fraction"], means["clip_high_fraction"]] == pytest.approx([sum(c) / max(len(clips), 1) for c in zip(*clips)])
+        assert means["logprob_gap"] == pytest.approx((proximal - rollout).abs().mean().item()) and figures.highest["ratio_max"] == pytest.approx(r.max().item())
 
 
 @pytest.mark.parametrize("loss", LOSSES)

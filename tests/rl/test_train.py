@@ -1,6 +1,7 @@
 """Runs of reinforcement: what they record, that they go on exactly, and that they end loudly where nothing can be learnt."""
 
 import json
+import shutil
 
 import pytest
 
@@ -85,7 +86,10 @@ def test_a_run_records_rewards_and_keeps_its_samples(train, capsys):
     last = found[-1]
     assert 0 <= last["reward"] <= 1 and last["groups_kept"] == 4 and last["failed_rewards"] == 0 and 1 <= last["sample_tokens"] <= 3
     assert last["kl_rollout"] < 1e-6 and last["ratio"] == 1 and last["kl_old"] == 0 and last["clip_fraction"] == 0
-    assert {"generate_s", "sync_s", "train_s", "entropy", "cut_fraction", "reward_std"} <= last.keys()
+    parts = ("generate", "reward", "score", "sync", "train")
+    assert sum(last[f"{part}_share"] for part in parts) == pytest.approx(1) and sum(last[f"{part}_s"] for part in parts) == pytest.approx(last["step_time_s"])
+    assert {"entropy", "cut_fraction", "reward_std", "groups_failed", "groups_alike", "groups_cut", "generated_tokens_per_s", "logprob_gap"} <= last.keys()
+    assert last["sample_tokens_min"] <= last["sample_tokens"] <= last["sample_tokens_max"] and 0 < last["logprob_gap"] <= last["logprob_gap_max"] < 1e-4
     samples = [json.loads(line) for line in (train.folder / "run" / "rollouts" / "step-5.jsonl").read_text().splitlines()]
     assert [(s["ordinal"], s["sample"]) for s in samples] == [(8 + i, j) for i in range(4) for j in range(4)] and {s["version"] for s in samples} == {4}
 
@@ -130,13 +134,64 @@ def test_a_reference_holds_the_policy_back_and_is_kept(train):
     assert train("run", *options, "--training.steps", 2, ranks=2) == 0 and train("run", *options, "--training.steps", 4, ranks=2) == 0
     found = records(train.folder / "run")
     assert found[0]["kl_reference"] < 1e-12 and all(record["kl_reference"] > 1e-9 for record in found[1:])
+    shutil.rmtree(train.folder / "run" / "reference")
+    assert "has no reference: it is kept when reinforcement begins, at step 0, and this run is at 4" in train("run", *options, ranks=2)
+
+
+def test_groups_that_are_alike_are_replaced_until_there_are_as_many_as_asked(train):
+    options = ("--rl.task", "tests.rl.slow_tasks:OddFirst", "--rl.dynamic_sampling", "--rl.group_size", 2, "--rl.warm_up_steps", 0, "--training.steps", 2)
+    assert train("full", *options, ranks=2) == 0
+    found = records(train.folder / "full")
+    assert all(r["groups_kept"] == 4 for r in found) and sum(r["groups_alike"] for r in found) > 0
+    for r in found:
+        samples = [json.loads(line) for line in (train.folder / "full" / "rollouts" / f"step-{r['step']}.jsonl").read_text().splitlines()]
+        assert len(samples) == 2 * (4 + r["groups_alike"] + r["groups_surplus"])  # also those that were dropped are kept there, each problem once
+        assert len({(s["ordinal"], s["sample"]) for s in samples}) == len(samples)
+    assert train("short", *options, "--rl.most_refills", 0, "--training.steps", 1, ranks=2) == 0
+    (record,) = records(train.folder / "short")
+    assert 0 < record["groups_kept"] < 4 and record["groups_kept"] + record["groups_alike"] == 4
+
+
+CRITIC = ("--rl.advantage", "gae", "--rl.critic_lr", 1e-3, "--rl.kl_reward", "k1", "--rl.kl_reward_coef", 0.01, "--rl.minibatches", 2, "--rl.task", "tests.rl.slow_tasks:OddFirst")
+
+
+def test_a_run_with_a_critic_goes_on_bit_for_bit(train):
+    """It is stopped in the supervised steps, in the critic's warm-up and after."""
+    options = (*CRITIC, "--rl.warm_up_steps", 1, "--rl.critic_warm_up_steps", 3)
+    assert train("whole", *options, ranks=2) == 0
+    for steps in (1, 3, 5):
+        assert train("parts", *options, "--training.steps", steps, ranks=2) == 0
+    whole, parts = (train.folder / name / "checkpoint" / "step-5" for name in ("whole", "parts"))
+    assert checkpoint_command(["diff", str(whole), str(parts)]) == 0
+    tensors = json.loads((whole / "MANIFEST.json").read_text())["tensors"]
+    assert {"critic.model.output.weight", "critic.optimizer.output.weight.exp_avg"} <= tensors.keys() and tensors["critic.model.output.weight"]["shape"] == [1, 128]
+    found = [{r["step"]: (r["loss"], r.get("value_loss")) for r in records(train.folder / name)} for name in ("whole", "parts")]
+    assert found[0] == found[1] and [value is None for _, value in found[0].values()] == [True, False, False, False, False]
+    by_step = {r["step"]: r for r in records(train.folder / "whole")}
+    assert by_step[2]["value"] == 0 and all(by_step[step]["value"] != 0 for step in (3, 4, 5))  # a head of zeros, until it has moved
+    assert [by_step[step]["lr"] > 0 for step in (2, 3, 4, 5)] == [False, False, False, True] and by_step[2]["critic_lr"] > 0
+    assert {"explained_variance", "return", "kl_reward", "value_clip_fraction"} <= by_step[2].keys() and by_step[2]["kl_reward"] == 0
+
+
+def test_steps_with_a_critic_and_a_reference_are_one_ranks_under_every_layout(train):
+    """Four of two batches, from the same weights, in fp64: all figures of the losses."""
+    options = (*CRITIC, "--rl.warm_up_steps", 0, "--rl.kl_loss", "k2", "--training.steps", 4, "--checkpoint.no-enable", "--model.vocab_size", 258)
+    options += ("--training.dtype", "float64", "--training.mixed_precision_param", "float64")
+    layouts = {"tensor": (), "context": (), "pipeline": ("--training.local_batch_size", 4)}
+    assert train("one", *options) == 0
+    names = ("loss", "grad_norm", "value_loss", "critic_grad_norm", "entropy", "ratio", "ratio_max", "kl_old", "kl_reference", "value")
+    for layout, further in layouts.items():
+        assert train(layout, *options, f"--parallelism.{layout}_parallel_degree", 2, *further, ranks=2) == 0
+        for ours, theirs in zip(records(train.folder / layout), records(train.folder / "one"), strict=True):
+            # Of order one. AdamW's first steps turn gradients' rounding, 1e-16 over its eps of 1e-8, into moves of 1e-11 of a weight.
+            assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--rl.task", "tests.rl.slow_tasks:Broken"), "failed rewards (RuntimeError: the verifier is down), 0 whose samples all got the same"),
-        (("--rl.task", "tests.rl.slow_tasks:Alike", "--rl.dynamic_sampling"), "0 groups with failed rewards (none), 12 whose samples all got the same"),
+        (("--rl.task", "tests.rl.slow_tasks:Broken"), "failed rewards (RuntimeError: the verifier is down), 0 whose samples all got the same, 0 whose samples were all cut"),
+        (("--rl.task", "tests.rl.slow_tasks:Alike", "--rl.dynamic_sampling"), "0 groups with failed rewards (none), 12 whose samples all got the same, 0 whose samples were all cut"),
     ],
 )
 def test_a_run_that_cannot_learn_ends_loudly(train, options, message):
@@ -147,10 +202,8 @@ def test_a_run_that_cannot_learn_ends_loudly(train, options, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (("--rl.temperature", 0), "rl.temperature=0.0: samples are drawn: it must be above 0"),
         (("--rl.group_size", 1), "rl.group_size=1 has nothing to compare with (rl.baseline='mean'): use 2 or more"),
         (("--rl.minibatches", 9), "rl.minibatches=9 share rl.prompts_per_step=4 groups: use fewer"),
-        (("--training.loss_chunk_tokens", 8), "training.loss_chunk_tokens makes no logprobs of single tokens: set it to 0"),
     ],
 )
 def test_what_reinforcement_cannot_do_is_refused(train, options, message):

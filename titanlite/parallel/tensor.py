@@ -101,6 +101,15 @@ class Head(GatherInput):
         return super()._apply(distribute_module(module, mesh, split), mesh)
 
 
+class ValueHead(SequenceParallel):
+    """A head with few outputs: each rank makes those of its part of the sequence, and they come out whole and plain."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module = super()._apply(module, mesh)
+        module.register_forward_hook(lambda _, inputs, output: output.redistribute(placements=[Replicate()]).to_local())
+        return module
+
+
 class Embedding(RowwiseParallel):
     """Rows of the table are split; the output is this rank's part of the sequence, a plain tensor."""
 
@@ -134,6 +143,7 @@ STYLES = {
     "local_input": LocalInput,
     "embedding": Embedding,
     "head": Head,
+    "value_head": ValueHead,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 MOST_LOG_RATIO = 20.0  # e^20 is beyond every clip, and e^100 would make infinities whose gradients are NaN
 
@@ -61,14 +62,12 @@ def returns(rewards_T: Tensor, lengths: list[int], *, gamma: float = 1.0) -> Ten
 
 def gae(rewards_T: Tensor, values_T: Tensor, lengths: list[int], *, gamma: float = 1.0, lam: float = 1.0) -> tuple[Tensor, Tensor]:
     """([T] advantages, [T] returns that the critic should have foretold); after a sequence's last token comes nothing (arXiv 1506.02438)."""
-    advantages = torch.empty_like(rewards_T)
-    end = 0
-    for length in lengths:
-        after, value_after = 0.0, 0.0
-        for t in range(end + length - 1, end - 1, -1):
-            after = rewards_T[t] + gamma * value_after - values_T[t] + gamma * lam * after
-            value_after, advantages[t] = values_T[t], after
-        end += length
+    rewards_NL, values_NL = (pad_sequence(x.split(lengths), batch_first=True) for x in (rewards_T, values_T))
+    advantages_NL, after, value_after = torch.empty_like(rewards_NL), rewards_NL.new_zeros(len(lengths)), rewards_NL.new_zeros(len(lengths))
+    for t in reversed(range(rewards_NL.shape[1])):  # padding is all 0, and comes first
+        after = rewards_NL[:, t] + gamma * value_after - values_NL[:, t] + gamma * lam * after
+        value_after, advantages_NL[:, t] = values_NL[:, t], after
+    advantages = torch.cat([row[:length] for row, length in zip(advantages_NL, lengths)])
     return advantages, advantages + values_T
 
 

@@ -4,10 +4,8 @@ A row holds samples one after another, each a segment of its own: `documents` nu
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
@@ -27,44 +25,15 @@ from titanlite.rl.algorithms import (
     rollout_weights,
     sequence_ratio,
 )
+from titanlite.rl.metrics import Figures
 
-# What `Batch.signals` [B, S, 6] holds of each label, in fp32 at least: how much it counts, once the step's sum is divided by its number of
-# labels; how many labels its sample has; the rest as in `algorithms`. `old` is NaN in a step's first update: there it is the policy itself.
-SIGNALS = ("weight", "length", "advantage", "old", "rollout", "reference")
-
-
-def stack_signals(**signals: Tensor) -> Tensor:
-    """[B, S, 6] of tensors [B, S]; one that is not given is 0."""
-    like = signals["weight"]
-    return torch.stack([signals.get(name, torch.zeros_like(like)) for name in SIGNALS], -1)
-
-
-@dataclass
-class Figures:
-    """Sums over a step's labels on this rank, and how many labels: `means` brings the ranks together."""
-
-    sums: dict[str, Tensor]
-    count: Tensor
-
-    @staticmethod
-    def empty(device: torch.device) -> "Figures":
-        return Figures({}, torch.zeros((), dtype=torch.float64, device=device))
-
-    def means(self) -> dict[str, float]:
-        """Over the labels of all ranks, and starts anew. Collective: every rank must have seen something."""
-        names = sorted(self.sums)
-        totals = torch.stack([*(self.sums[name] for name in names), self.count])
-        dist.all_reduce(totals)
-        self.sums.clear()
-        self.count.zero_()
-        *sums, count = totals.tolist()
-        return {name: value / max(count, 1) for name, value in zip(names, sums)}
-
-    def add(self, count: int, **values: Tensor) -> None:
-        self.count += count
-        for name, value in values.items():
-            total = value.detach().sum(dtype=torch.float64)
-            self.sums[name] = self.sums[name] + total if name in self.sums else total
+POLICY_FIGURES = {  # means and maxima over labels
+    "means": (
+        "entropy", "ratio", "clip_fraction", "clip_low_fraction", "clip_high_fraction", "kl_old", "kl_rollout", "kl_reference", "logprob_gap",
+        "corrected_fraction", "masked_fraction",
+    ),
+    "maxima": ("ratio_max", "logprob_gap_max"),
+}  # fmt: skip
 
 
 def build_policy_loss(cfg: RL, mesh: Mesh, figures: Figures) -> Callable[[Tensor, Batch], Tensor]:
@@ -77,7 +46,7 @@ def build_policy_loss(cfg: RL, mesh: Mesh, figures: Figures) -> Callable[[Tensor
         logprobs, entropies = label_logprobs(logits, batch.labels, cfg.temperature)
         here = batch.labels != IGNORE
         logprobs, entropies = logprobs[here], entropies[here]
-        weight, length, advantage, old, rollout, reference = batch.signals[here].to(logprobs.dtype).unbind(-1)
+        weight, length, advantage, old, rollout, reference, *_ = batch.signals[here].to(logprobs.dtype).unbind(-1)
         rows, S = batch.labels.shape
         S *= 1 if cp is None else cp.size()
         of = (torch.arange(rows, device=here.device)[:, None] * S + batch.documents)[here]  # a number for each sample, alike on all ranks of cp
@@ -98,23 +67,42 @@ def build_policy_loss(cfg: RL, mesh: Mesh, figures: Figures) -> Callable[[Tensor
         bounds = {"low": cfg.rollout_low, "high": cfg.rollout_high}
         correction = rollout_weights(old, rollout, cfg.rollout_correction, **bounds, **(samples if cfg.rollout_correction_of == "sequence" else {}))
         losses = losses * correction
+        mask = torch.ones_like(losses)
         if cfg.off_policy_kl is not None:
-            losses = losses * off_policy_mask(logprobs, rollout, advantage, **samples, most_kl=cfg.off_policy_kl)
+            mask = off_policy_mask(logprobs, rollout, advantage, **samples, most_kl=cfg.off_policy_kl)
+            losses = losses * mask
         if cfg.kl_loss != "none":
             losses = losses + cfg.kl_coef * kl_loss(logprobs, reference, cfg.kl_loss, old=old)
         if cfg.entropy_coef:
             losses = losses - cfg.entropy_coef * entropies
 
+        low, high = ratio < 1 - cfg.clip_low, ratio > 1 + cfg.clip_high
+        clipped = low | high
+        if cfg.policy_loss in ("ppo", "gspo", "gspo_token"):
+            low, high, clipped = low & (advantage < 0), high & (advantage > 0), is_clipped(ratio, advantage, **clips, dual_clip=cfg.dual_clip)
+        elif cfg.policy_loss == "reinforce":
+            low = high = clipped = torch.zeros_like(clipped)
+        gap = (old - rollout).abs()
         figures.add(
             len(logprobs),
             entropy=entropies,
             ratio=ratio,
-            clip_fraction=is_clipped(ratio, advantage, **clips, dual_clip=cfg.dual_clip),
+            clip_fraction=clipped,
+            clip_low_fraction=low,
+            clip_high_fraction=high,
             kl_old=kl_estimate(logprobs, old, "k3"),
             kl_rollout=kl_estimate(old, rollout, "k3"),
-            kl_reference=kl_estimate(logprobs, reference, "k3") if cfg.kl_loss != "none" else torch.zeros_like(ratio),
-            corrected_fraction=correction != log_ratio(old, rollout).exp(),
+            kl_reference=kl_estimate(logprobs, reference, "k3") if uses_reference(cfg) else torch.zeros_like(ratio),
+            logprob_gap=gap,
+            corrected_fraction={"none": torch.zeros_like(mask), "truncate": correction >= cfg.rollout_high, "mask": correction == 0}[cfg.rollout_correction],
+            masked_fraction=1 - mask,
+            ratio_max=ratio,
+            logprob_gap_max=gap,
         )
         return (weight * losses).sum()
 
     return loss_fn
+
+
+def uses_reference(cfg: RL) -> bool:
+    return cfg.kl_loss != "none" or cfg.kl_reward != "none"

@@ -1,19 +1,30 @@
-"""From problems to what a step trains on: samples with their rewards, groups with their advantages, rows with their signals."""
+"""From problems to what a step trains on: samples with their rewards, groups of them, rows with their signals and advantages."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.config import RL
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.rl.algorithms import group_advantages, overlong_penalty, tells_apart, token_weights, whitened
+from titanlite.rl.algorithms import (
+    gae,
+    group_advantages,
+    overlong_penalty,
+    returns,
+    tells_apart,
+    token_weights,
+    whitened,
+)
 from titanlite.rl.generator import Generator, Request
-from titanlite.rl.policy import stack_signals
 from titanlite.rl.rewards import RewardPool
+from titanlite.rl.signals import stack_signals, with_signals
 from titanlite.rl.tasks import Problem, Task
 
 
@@ -37,6 +48,11 @@ class Rollout:
     def n_drawn(self) -> int:
         return sum(self.drawn)
 
+    @property
+    def n_new(self) -> int:
+        """Tokens after the prompt, what tools said included: those that max_new_tokens bounds."""
+        return len(self.ids) - self.drawn.index(True)
+
 
 def collect(
     cfg: RL,
@@ -49,8 +65,8 @@ def collect(
     *,
     seed: int,
     version: int,
-) -> list[Rollout]:
-    """The groups of these problems by number, with rewards, in order; `encode` makes a prompt's token ids."""
+) -> tuple[list[Rollout], float]:
+    """(the groups of these problems by number, with rewards, in order; seconds that rewards took); `encode` makes a prompt's token ids."""
     prompts = {ordinal: tuple(encode(problem.prompt)) for ordinal, problem in problems.items()}
     requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
     open_, done = {}, []
@@ -72,7 +88,7 @@ def collect(
             said = tokenizer.encode_prompt(reply)[1:] if reply is not None else []  # without a document's begin mark
             left = cfg.max_new_tokens - (len(rollout.ids) - len(prompts[s.ordinal])) - len(said)
             if reply is None or left < 1:
-                done.append(rollout)
+                done.append(replace(rollout, ended=s.ended and reply is None))
                 continue
             nothing = len(said)
             rollout = replace(
@@ -83,16 +99,18 @@ def collect(
             going_on.append(Request(s.ordinal, rollout.ids, (s.sample,), left))
         requests = sorted(going_on, key=lambda request: (request.ordinal, request.samples))
     done.sort(key=lambda rollout: (rollout.ordinal, rollout.sample))
+    began = time.perf_counter()
     rewards = pool.rewards([(problems[rollout.ordinal], rollout.text) for rollout in done])
-    return [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, rewards)]
+    rewarded = [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, rewards)]
+    return rewarded, time.perf_counter() - began
 
 
 @dataclass(frozen=True)
 class Group:
-    """A problem's samples and what each is worth against the others."""
+    """A problem's samples and what each is worth: its reward, less what its length costs."""
 
     rollouts: tuple[Rollout, ...]
-    advantages: tuple[float, ...]
+    rewards: tuple[float, ...]
 
 
 def groups_of(cfg: RL, rollouts: Sequence[Rollout]) -> tuple[list[Group], dict[str, int]]:
@@ -100,51 +118,94 @@ def groups_of(cfg: RL, rollouts: Sequence[Rollout]) -> tuple[list[Group], dict[s
     by_ordinal: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_ordinal[rollout.ordinal].append(rollout)
-    kept, dropped = [], {"failed": 0, "alike": 0}
+    kept, dropped = [], {"failed": 0, "alike": 0, "cut": 0}
     for ordinal in sorted(by_ordinal):
         group = by_ordinal[ordinal]
         if any(rollout.reward is None for rollout in group):  # a group that is whole only: the others' advantages would be of another
             dropped["failed"] += 1
             continue
-        rewards = torch.tensor([[rollout.reward for rollout in group]], dtype=torch.float64)
-        if cfg.overlong_buffer_tokens:
-            lengths = torch.tensor([[float(rollout.n_drawn) for rollout in group]], dtype=torch.float64)
-            rewards = rewards + overlong_penalty(lengths, most_tokens=cfg.max_new_tokens, buffer_tokens=cfg.overlong_buffer_tokens)
-        if cfg.dynamic_sampling and not tells_apart(rewards).item():
+        rewards = torch.tensor([rollout.reward for rollout in group], dtype=torch.float64)
+        if cfg.dynamic_sampling and not tells_apart(rewards[None]).item():  # before lengths count: being wrong at other lengths is no signal
             dropped["alike"] += 1
             continue
-        advantages = group_advantages(rewards, baseline=cfg.baseline, deviation=cfg.deviation, eps=cfg.advantage_eps)
-        kept.append(Group(tuple(group), tuple(advantages[0].tolist())))
+        if cfg.overlong_filter and not any(rollout.ended for rollout in group):
+            dropped["cut"] += 1
+            continue
+        if cfg.overlong_buffer_tokens:
+            lengths = torch.tensor([float(rollout.n_new) for rollout in group], dtype=torch.float64)
+            rewards = rewards + overlong_penalty(lengths, most_tokens=cfg.max_new_tokens, buffer_tokens=cfg.overlong_buffer_tokens)
+        kept.append(Group(tuple(group), tuple(rewards.tolist())))
     return kept, dropped
 
 
 @dataclass(frozen=True)
-class _Placed:
-    rollout: Rollout
-    advantage: float
+class Minibatch:
+    """Packed rows [n, seq_len], and whose samples they hold, one after another: (which group, which of it)."""
+
+    batch: Batch
+    samples: list[tuple[int, int]]
 
 
-def minibatches_of(cfg: RL, groups: Sequence[Group], *, seq_len: int, unit: int, end_id: int) -> list[Batch]:
-    """`cfg.minibatches` batches of packed rows [n, seq_len], n a multiple of `unit`; what each label counts is of its own batch.
+def minibatches_of(cfg: RL, groups: Sequence[Group], *, seq_len: int, unit: int, end_id: int) -> list[Minibatch]:
+    """Up to `cfg.minibatches`, n a multiple of `unit`; what each label counts is of its own minibatch. Advantages are not in yet.
 
     Groups are dealt out in turn, samples go into rows longest first. A sample that was cut is left out with `overlong_filter`.
     """
-    placed = [[] for _ in range(cfg.minibatches)]
-    for i, group in enumerate(groups):
-        for rollout, advantage in zip(group.rollouts, group.advantages):
-            if rollout.ended or not cfg.overlong_filter:
-                placed[i % cfg.minibatches].append(_Placed(rollout, advantage))
+    parts = [[] for _ in range(cfg.minibatches)]
+    for g, group in enumerate(groups):
+        parts[g % cfg.minibatches] += [(g, i) for i, rollout in enumerate(group.rollouts) if rollout.ended or not cfg.overlong_filter]
+    minibatches = []
+    for part in filter(None, parts):
+        batch, order = _rows(cfg, [groups[g].rollouts[i] for g, i in part], seq_len, unit, end_id)
+        minibatches.append(Minibatch(batch, [part[k] for k in order]))
+    return minibatches
+
+
+def with_advantages(
+    cfg: RL, groups: Sequence[Group], minibatches: Sequence[Minibatch], *, kl: Sequence[Tensor] = (), values: Sequence[Tensor] = ()
+) -> list[Batch]:
+    """The minibatches' rows with each token's advantage, and with what a critic should have foretold of it.
+
+    kl, values [n, seq_len] fp64, of each minibatch: estimates of the divergence that rewards are less by, and a critic's forecasts.
+    Rewards come with a sample's last token and divergences with each; between two drawn tokens what a tool said takes no time.
+    """
+    here = [minibatch.batch.labels != IGNORE for minibatch in minibatches]
+    flat = lambda rows: torch.cat([row[mask] for row, mask in zip(rows, here)])  # noqa: E731
+    samples = list(chain(*(minibatch.samples for minibatch in minibatches)))
+    lengths = torch.tensor([groups[g].rollouts[i].n_drawn for g, i in samples])
+    of = torch.arange(len(samples)).repeat_interleave(lengths)
+    step_rewards = -cfg.kl_reward_coef * flat(kl) if kl else torch.zeros(len(of), dtype=torch.float64)
+    worth = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+    if cfg.advantage == "group":
+        for (g, i), penalty in zip(samples, torch.zeros(len(samples), dtype=torch.float64).index_add(0, of, step_rewards)):
+            worth[g][i] += penalty
+    if cfg.advantage != "gae":
+        worth = [group_advantages(w[None], baseline=cfg.baseline, deviation=cfg.deviation, eps=cfg.advantage_eps)[0] for w in worth]
+    worth = torch.stack([worth[g][i] for g, i in samples])
+    if cfg.advantage == "group":
+        advantages, targets = worth[of], torch.zeros(len(of))
+    else:
+        step_rewards[lengths.cumsum(0) - 1] += worth
+        if cfg.advantage == "gae":
+            advantages, targets = gae(step_rewards, flat(values), lengths.tolist(), gamma=cfg.gamma, lam=cfg.gae_lambda)
+        else:
+            advantages, targets = returns(step_rewards, lengths.tolist(), gamma=cfg.gamma), torch.zeros(len(of))
     if cfg.whiten:
-        values = whitened(torch.tensor([p.advantage for part in placed for p in part], dtype=torch.float64)).tolist()
-        placed = [[replace(p, advantage=values.pop(0)) for p in part] for part in placed]
-    return [_rows(cfg, part, seq_len, unit, end_id) for part in placed]
+        advantages = whitened(advantages)
+    sizes = [int(mask.sum()) for mask in here]
+    batches = []
+    for minibatch, mask, *parts in zip(minibatches, here, advantages.split(sizes), targets.split(sizes)):
+        rows = [torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, part.double()) for part in parts]
+        batches.append(with_signals(minibatch.batch, advantage=rows[0], returns=rows[1]))
+    return batches
 
 
-def _rows(cfg: RL, placed: list[_Placed], seq_len: int, unit: int, end_id: int) -> Batch:
-    rows: list[list[int]] = []  # numbers of the samples in each
+def _rows(cfg: RL, rollouts: list[Rollout], seq_len: int, unit: int, end_id: int) -> tuple[Batch, list[int]]:
+    """(rows, the rollouts' numbers in the order in which rows hold them)."""
+    rows: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(placed)), key=lambda i: (-len(placed[i].rollout.ids), i)):
-        n = len(placed[i].rollout.ids) - 1
+    for i in sorted(range(len(rollouts)), key=lambda i: (-len(rollouts[i].ids), i)):
+        n = len(rollouts[i].ids) - 1
         row = next((r for r, left in enumerate(room) if left >= n), None)
         if row is None:
             rows.append([])
@@ -155,28 +216,28 @@ def _rows(cfg: RL, placed: list[_Placed], seq_len: int, unit: int, end_id: int) 
     n_rows = max(math.ceil(len(rows) / unit), 1) * unit
     tokens = torch.full((n_rows, seq_len), end_id)
     labels, positions, documents = torch.full_like(tokens, IGNORE), torch.zeros_like(tokens), torch.zeros_like(tokens)
-    lengths = torch.tensor([p.rollout.n_drawn for p in placed])
-    weights = token_weights(torch.arange(len(placed)), lengths, cfg.aggregation, most_tokens=cfg.max_new_tokens) * lengths.sum()
-    signals = {name: torch.zeros(n_rows, seq_len, dtype=torch.float64) for name in ("weight", "length", "advantage", "old", "rollout")}
+    lengths = torch.tensor([rollout.n_drawn for rollout in rollouts])
+    weights = token_weights(torch.arange(len(rollouts)), lengths, cfg.aggregation, most_tokens=cfg.max_new_tokens) * lengths.sum()
+    signals = {name: torch.zeros(n_rows, seq_len, dtype=torch.float64) for name in ("weight", "length", "old", "rollout")}
     for r, numbers in enumerate(rows):
         start = 0
         for k, i in enumerate(numbers):
-            rollout = placed[i].rollout
+            rollout = rollouts[i]
             part = slice(start, start + len(rollout.ids) - 1)
             ids, drawn = torch.tensor(rollout.ids), torch.tensor(rollout.drawn)
             tokens[r, part], positions[r, part], documents[r, part] = ids[:-1], torch.arange(len(ids) - 1), k
             labels[r, part] = torch.where(drawn[1:], ids[1:], IGNORE)
             signals["rollout"][r, part] = torch.tensor(rollout.logprobs, dtype=torch.float64)[1:]
-            for name, value in (("weight", weights[i].item()), ("length", rollout.n_drawn), ("advantage", placed[i].advantage), ("old", math.nan)):
+            for name, value in (("weight", weights[i].item()), ("length", rollout.n_drawn), ("old", math.nan)):
                 signals[name][r, part] = value
             start = part.stop
         positions[r, start:], documents[r, start:] = torch.arange(seq_len - start), len(numbers)
-    return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals))
+    return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals)), list(chain(*rows))
 
 
 def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
     """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
-    groups = []
+    shown = []
     for number in numbers:
         problem = task.problem(number)
         ids, text = list(encode(problem.prompt)), ""
@@ -188,6 +249,6 @@ def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: To
             if reply is not None:
                 said = tokenizer.encode_prompt(reply)[1:]
                 ids, drawn, text = ids + said, drawn + [False] * len(said), text + reply
-        groups.append(Group((Rollout(number, 0, tuple(ids), tuple(drawn), (0.0,) * len(ids), text, True, problem.source, 0),), (0.0,)))
-    batch = minibatches_of(replace(cfg, minibatches=1, whiten=False), groups, seq_len=seq_len, unit=unit, end_id=tokenizer.end_id)[0]
+        shown.append(Rollout(number, 0, tuple(ids), tuple(drawn), (0.0,) * len(ids), text, True, problem.source, 0))
+    batch, _ = _rows(cfg, shown, seq_len, unit, tokenizer.end_id)
     return batch._replace(signals=None)
