@@ -149,9 +149,10 @@ def _check_data(cfg: Config) -> None:
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     args, tp = get_args(cfg.model), degrees.tp
     key = "parallelism.tensor_parallel_degree"
-    if tp > 1 and not get_plan(cfg.model).tensor:
+    plan = get_plan(cfg.model)
+    if tp > 1 and not plan.tensor:
         raise ConfigError(f"{key}={tp}: {cfg.model.name} has no tensor-parallel plan: use 1", key)
-    names = ("hidden_dim",) if get_plan(cfg.model).heads else ("n_heads", "n_kv_heads", "hidden_dim")
+    names = ("hidden_dim",) if plan.heads and plan.cores else ("n_heads", "n_kv_heads", "hidden_dim")
     sizes = {name: getattr(args, name) for name in names if hasattr(args, name)}
     for name, size in sizes.items():
         if size % tp:

@@ -25,7 +25,7 @@ class ParallelPlan:
              dimension and, where `width_dims` names them, a dimension along which each expert can be split (see models/moe.py)
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
     heads    numbers of heads: where tensor parallel does not divide each, attention is not split, whatever `tensor` says of it;
-             only its cores then see whole rows (see `titanlite.parallel.tensor`). Empty: it must divide args.n_heads and n_kv_heads
+             only its cores then see whole rows (see `titanlite.parallel.tensor`). Without these or cores: it must divide n_heads and n_kv_heads
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """
 
@@ -48,12 +48,13 @@ class ParallelPlan:
         """Those modules of `first` that this part holds."""
         return [m for name in self.first for m in matching(part, name).values()]
 
-    def splits_heads(self, tp: int) -> bool:
-        return all(n % tp == 0 for n in self.heads)
-
     def last_of(self, part: nn.Module) -> list[nn.Module]:
         """Those modules of `last` that this part holds."""
         return [m for name in self.last for m in matching(part, name).values()]
+
+    def splits_heads(self, tp: int) -> bool:
+        """Whether each of the `tp` ranks has equally many."""
+        return all(n % tp == 0 for n in self.heads)
 
 
 def matching(part: nn.Module, pattern: str) -> dict[str, nn.Module]:
