@@ -42,10 +42,15 @@ class OneTwoThree(Calculator):
         return Problem("1+2+3? ", [1, 2, 3], "calculator")
 
 
+def _collect(cfg, generator, *, version=0):
+    task, tokenizer = OneTwoThree(0), ByteTokenizer()
+    return collect(cfg, task, {5: task.problem(5)}, tokenizer.encode_prompt, tokenizer, generator, Sums(), seed=0, version=version)
+
+
 def test_turns_and_replies_are_kept_as_tokens_and_replies_are_not_trained():
     cfg = RL(group_size=2, max_new_tokens=40)
     generator = Scripted("1+2;", "3+3;", "6")
-    found = collect(cfg, OneTwoThree(0), ByteTokenizer(), generator, Sums(), [5], seed=0, version=9)
+    found = _collect(cfg, generator, version=9)
     assert [(r.ordinal, r.sample, r.text, r.ended, r.reward, r.version) for r in found] == [(5, i, "1+2;=3 3+3;=6 6", True, 1.0, 9) for i in (0, 1)]
     first = found[0]
     spoken = [END, *b"1+2+3? ", *b"1+2;", END, *b"=3 ", *b"3+3;", END, *b"=6 ", *b"6", END]
@@ -57,7 +62,7 @@ def test_turns_and_replies_are_kept_as_tokens_and_replies_are_not_trained():
 
 def test_a_sample_without_room_for_another_turn_ends():
     cfg = RL(group_size=1, baseline="none", max_new_tokens=8)
-    (found,) = collect(cfg, OneTwoThree(0), ByteTokenizer(), Scripted("1+2;"), Sums(), [5], seed=0, version=0)
+    (found,) = _collect(cfg, Scripted("1+2;"))
     assert found.text == "1+2;" and found.reward == 0.0
 
 
@@ -109,7 +114,7 @@ def test_cut_samples_are_left_out_where_asked():
 
 
 def test_demonstrations_train_turns_and_not_replies():
-    batch = demonstrations(OneTwoThree(0), ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
+    batch = demonstrations(OneTwoThree(0), ByteTokenizer().encode_prompt, ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
     ids = batch.labels[batch.labels != IGNORE].tolist()
     assert ids == [*b"1+2;", END, *b"3+3;", END, *b"6", END]
     assert torch.equal(batch.labels[0, 7:12], torch.tensor([*b"1+2;", END]))

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from titanlite.rl.algorithms import group_advantages, overlong_penalty, tells_ap
 from titanlite.rl.generator import Generator, Request
 from titanlite.rl.policy import stack_signals
 from titanlite.rl.rewards import RewardPool
-from titanlite.rl.tasks import Task
+from titanlite.rl.tasks import Problem, Task
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,19 @@ class Rollout:
 
 
 def collect(
-    cfg: RL, task: Task, tokenizer: Tokenizer, generator: Generator, pool: RewardPool, ordinals: Sequence[int], *, seed: int, version: int
+    cfg: RL,
+    task: Task,
+    problems: Mapping[int, Problem],
+    encode: Callable[[str], list[int]],
+    tokenizer: Tokenizer,
+    generator: Generator,
+    pool: RewardPool,
+    *,
+    seed: int,
+    version: int,
 ) -> list[Rollout]:
-    """The groups of these problems, with rewards, in order."""
-    problems = {ordinal: task.problem(ordinal) for ordinal in ordinals}
-    prompts = {ordinal: tuple(tokenizer.encode_prompt(problem.prompt)) for ordinal, problem in problems.items()}
+    """The groups of these problems by number, with rewards, in order; `encode` makes a prompt's token ids."""
+    prompts = {ordinal: tuple(encode(problem.prompt)) for ordinal, problem in problems.items()}
     requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
     open_, done = {}, []
     while requests:
@@ -166,12 +174,12 @@ def _rows(cfg: RL, placed: list[_Placed], seq_len: int, unit: int, end_id: int) 
     return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals))
 
 
-def demonstrations(task: Task, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
+def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
     """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
     groups = []
     for number in numbers:
         problem = task.problem(number)
-        ids, text = list(tokenizer.encode_prompt(problem.prompt)), ""
+        ids, text = list(encode(problem.prompt)), ""
         drawn = [False] * len(ids)
         for turn in task.demonstration(number):
             said = [*tokenizer.encode_prompt(turn)[1:], tokenizer.end_id]
