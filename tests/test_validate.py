@@ -1,8 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 
 from titanlite.config import Config, DataSource, override
+from titanlite.models import get_plan
 from titanlite.parallel.degrees import Degrees
 from titanlite.utils import ConfigError
 from titanlite.validate import global_batch_size, validate
@@ -41,7 +43,8 @@ def test_minus_one_takes_the_ranks_that_are_left():
          "parallelism.data_parallel_shard_degree=4 = 8 ranks, but the world size is 4: launch 8 processes, or set "
          "parallelism.data_parallel_shard_degree=-1 for all that are left"),
         (4, {"tensor_parallel_degree": 3}, "parallelism.tensor_parallel_degree=3 must divide the world size 4: use one of [1, 2, 4]"),
-        (4, {"tensor_parallel_degree": 4}, "parallelism.tensor_parallel_degree=4 must divide llama3 debugmodel's n_kv_heads=2: use one of [1, 2]"),
+        (3, {"tensor_parallel_degree": 3}, "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's hidden_dim=352: use one of "
+         "[1, 2, 4, 8, 11, 16, 22, 32, 44, 88, 176, 352]"),
         (6, {"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, "parallelism.data_parallel_replicate_degree=2 * "
          "parallelism.tensor_parallel_degree=2 = 4 must divide the world size 6"),
     ],
@@ -49,6 +52,12 @@ def test_minus_one_takes_the_ranks_that_are_left():
 def test_degrees_that_do_not_fit_are_answered_with_the_arithmetic_and_what_is_legal(world_size, values, message):
     error = mistake(world_size, **{f"parallelism__{key}": value for key, value in values.items()})
     assert str(error) == message and error.keys and set(error.keys) <= {f"parallelism.{key}" for key in vars(Config().parallelism)}
+
+
+def test_heads_need_not_divide_unless_a_plan_does_not_say_how_many_there_are(monkeypatch):
+    assert validate(with_values(parallelism__tensor_parallel_degree=4), 4).tp == 4
+    monkeypatch.setattr("titanlite.validate.get_plan", lambda cfg: replace(get_plan(cfg), heads=()))
+    assert "tensor_parallel_degree=4 must divide llama3 debugmodel's n_kv_heads=2: use one of [1, 2]" in str(mistake(4, parallelism__tensor_parallel_degree=4))
 
 
 @pytest.mark.parametrize("seq_len, legal", [(33, "32 or 34"), (1, "2")])

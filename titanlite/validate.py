@@ -149,9 +149,11 @@ def _check_data(cfg: Config) -> None:
 def _check_tensor_parallel(cfg: Config, degrees: Degrees) -> None:
     args, tp = get_args(cfg.model), degrees.tp
     key = "parallelism.tensor_parallel_degree"
-    if tp > 1 and not get_plan(cfg.model).tensor:
+    plan = get_plan(cfg.model)
+    if tp > 1 and not plan.tensor:
         raise ConfigError(f"{key}={tp}: {cfg.model.name} has no tensor-parallel plan: use 1", key)
-    sizes = {name: getattr(args, name) for name in ("n_heads", "n_kv_heads", "hidden_dim") if hasattr(args, name)}
+    names = ("hidden_dim",) if plan.heads and plan.cores else ("n_heads", "n_kv_heads", "hidden_dim")
+    sizes = {name: getattr(args, name) for name in names if hasattr(args, name)}
     for name, size in sizes.items():
         if size % tp:
             raise ConfigError(
@@ -258,7 +260,7 @@ def _check_sequence(cfg: Config, degrees: Degrees) -> None:
             "compile.enable",
         )
     args = get_args(cfg.model)
-    heads, kv_heads = args.n_heads // tp, args.n_kv_heads // tp
+    heads, kv_heads = (n // (tp if get_plan(cfg.model).splits_heads(tp) else 1) for n in (args.n_heads, args.n_kv_heads))
     if getattr(args, "full_attention_every", None) and heads % cp:
         raise ConfigError(
             f"parallelism.context_parallel_degree={cp}: lightning attention trades sequence for heads, so it must divide the {heads} heads "

@@ -36,6 +36,7 @@ LAYOUTS = {
     "fsdp of heads cut anywhere": ("llama", {}, {"data_parallel_shard_degree": 4}),
     "fsdp and tensor parallel, tied": ("qwen3", {}, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
     "biases": ("qwen2", {}, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
+    "heads that do not divide": ("llama", {"num_key_value_heads": 1}, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}),
     "stages, tied": ("qwen3", {"num_hidden_layers": 3}, {"pipeline_parallel_degree": 2, "data_parallel_shard_degree": 2}),
     "experts dealt out": ("qwen3_moe", {}, {"expert_parallel_degree": 2, "data_parallel_shard_degree": 4}),
     "experts cut": ("gpt_oss", {}, {"tensor_parallel_degree": 2, "expert_tensor_parallel_degree": 2, "data_parallel_shard_degree": 2}),

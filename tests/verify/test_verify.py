@@ -1,10 +1,14 @@
 """`verify` accepts right layouts and refuses planted faults, naming where the two part."""
 
+import importlib
 import itertools
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from titanlite.config import load_config
+from titanlite.config import Config, load_config
+from titanlite.models import FAMILIES
 from titanlite.utils import ConfigError
 from titanlite.verify.command import check_layout, verify_command
 from titanlite.verify.compare import verify
@@ -47,6 +51,38 @@ def test_further_tokens_are_predicted_alike_under_every_pass():
     cfg = base_config(load_config("train_configs/deepseek_v3_debug.toml")[0])
     texts = ["fsdp=2,mtp=2,recompute=op", "pp=2,tp=2,mtp=2,chunk=50", "cp=2,ep=2,mtp=1,compile=aot_eager"]
     assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
+
+
+def with_heads(monkeypatch, family: str, n_heads: int, n_kv_heads: int) -> Config:
+    """Of the debug model, which the gangs' ranks, forked from here, then find."""
+    toml = f"train_configs/{family}_debug.toml" if Path(f"train_configs/{family}_debug.toml").exists() else "train_configs/debug.toml"
+    flavors = importlib.import_module(FAMILIES[family]).FLAVORS
+    args = flavors["debugmodel"]
+    monkeypatch.setitem(flavors, "debugmodel", replace(args, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=args.head_dim or 16))
+    return base_config(load_config(toml, ["--model.name", family])[0])
+
+
+def test_tensor_parallel_agrees_with_one_rank_where_heads_do_not_divide(monkeypatch):
+    cfg = with_heads(monkeypatch, "llama3", 9, 3)
+    texts = ["tp=2", "fsdp=2,tp=2,tied=true,recompute=op"]
+    assert [v.layout for v in verify([parse_layout(text, cfg) for text in texts]) if v.first_difference] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "family, kv_heads, texts",
+    [
+        ("llama3", 1, ["cp=2,tp=2,method=ulysses", "cp=2,tp=2,method=ring"]),
+        ("qwen3", 1, ["tp=2,recompute=op,compile=aot_eager"]),
+        ("gpt_oss", 1, ["cp=2,tp=2,etp=2"]),
+        ("minimax", 1, ["cp=2,tp=2,method=ulysses"]),
+        ("deepseek_v3", 3, ["pp=2,tp=2,mtp=2,chunk=50"]),
+    ],
+)
+def test_every_kind_of_attention_may_have_heads_that_do_not_divide(monkeypatch, family, kv_heads, texts):
+    """6 heads of one key-value head, which two context-parallel ranks can share and two tensor-parallel ones cannot; 3 of latents."""
+    cfg = with_heads(monkeypatch, family, 6 if kv_heads == 1 else 3, kv_heads)
+    assert [v.layout for v in verify([check_layout(parse_layout(text, cfg)) for text in texts]) if v.first_difference] == []
 
 
 @pytest.mark.full
@@ -114,7 +150,7 @@ def test_the_sets_hold_every_choice_alone_and_every_legal_combination(strength):
         ("tp=2,tp=2", "tp is given twice"),
         ("fsdp=2,hsdp=2x2", "fsdp and hsdp are forms of data parallel: use one"),
         ("fsdp=3", "3 data-parallel ranks * 2 microbatches must divide the 16 rows"),
-        ("tp=3", "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's n_heads=4: use one of [1, 2]"),
+        ("tp=3", "parallelism.tensor_parallel_degree=3 must divide llama3 debugmodel's hidden_dim=352: use one of [1, 2, 4"),
         ("fsdp=4,tp=2", "model.vocab_size=257 must divide by parallelism.tensor_parallel_degree=2 where parameters are sharded "
          "over more than 2 ranks (here 4): use 258"),
         ("cp=32", "training.seq_len=32 must divide by 2 (head and tail) * parallelism.context_parallel_degree=32 = 64: use 64"),

@@ -74,5 +74,6 @@ def decoder_plan(args: DecoderArgs) -> ParallelPlan:
         cores="layers.*.attention.core",
         experts="layers.*.moe.experts" if args.moe else "",
         tensor=tensor,
+        heads=(args.n_heads,) if args.latent else (args.n_heads, args.n_kv_heads),
         tied=(("output.weight", "tok_embeddings.weight"), *([("mtp_embeddings.weight", "tok_embeddings.weight")] if predicting else [])),
     )

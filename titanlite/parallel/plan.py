@@ -24,6 +24,8 @@ class ParallelPlan:
     experts  pattern of the modules that hold experts, `experts(rows, counts)`, whose parameters have the experts as their first
              dimension and, where `width_dims` names them, a dimension along which each expert can be split (see models/moe.py)
     tensor   pattern of modules -> tensor-parallel style, one of `titanlite.parallel.tensor.STYLES`
+    heads    numbers of heads: where tensor parallel does not divide each, attention is not split, whatever `tensor` says of it;
+             only its cores then see whole rows (see `titanlite.parallel.tensor`). Without these or cores: it must divide n_heads and n_kv_heads
     tied     (name, canonical name) of parameters that share their storage when the model ties them
     """
 
@@ -35,6 +37,7 @@ class ParallelPlan:
     cores: str = ""
     experts: str = ""
     tensor: Mapping[str, str] = field(default_factory=dict)
+    heads: tuple[int, ...] = ()
     tied: tuple[tuple[str, str], ...] = field(default=())
 
     def blocks_of(self, part: nn.Module) -> dict[str, nn.Module]:
@@ -48,6 +51,10 @@ class ParallelPlan:
     def last_of(self, part: nn.Module) -> list[nn.Module]:
         """Those modules of `last` that this part holds."""
         return [m for name in self.last for m in matching(part, name).values()]
+
+    def splits_heads(self, tp: int) -> bool:
+        """Whether each of the `tp` ranks has equally many."""
+        return all(n % tp == 0 for n in self.heads)
 
 
 def matching(part: nn.Module, pattern: str) -> dict[str, nn.Module]:

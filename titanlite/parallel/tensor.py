@@ -1,11 +1,12 @@
 """Tensor parallel on DTensor (Megatron-LM, arXiv 1909.08053) with sequence parallel (arXiv 2205.05198).
 
-Between blocks a rank holds its part of the sequence [B, S / tp, D]. The vocabulary is split, evenly or not.
+Between blocks a rank holds its part of the sequence [B, S / tp, D]. The vocabulary is split, evenly or not. Heads that do not
+divide are not: a rank then makes the queries, keys and values of its part, and each attends over whole rows with all heads.
 """
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -90,6 +91,35 @@ class LocalInput(ParallelStyle):
         return module
 
 
+class OwnPart(ParallelStyle):
+    """Attention on this rank's part of the sequence [B, S / tp, ...], inputs, positions and documents: plain tensors."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        def take(_: nn.Module, inputs: tuple) -> tuple:
+            x, *places = inputs
+            x = x.to_local() if isinstance(x, DTensor) else x
+            return x, *(None if place is None else place.chunk(mesh.size(), 1)[mesh.get_local_rank()] for place in places)
+
+        module.register_forward_pre_hook(take)
+        return module
+
+
+class WholeRows(ParallelStyle):
+    """A core within OwnPart that works on whole rows, as every rank's does; what comes out is this rank's part again."""
+
+    def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(
+            lambda _, parts: tuple(None if part is None else _redistributed(part, mesh, Shard(1), Replicate()) for part in parts)
+        )
+        module.register_forward_hook(lambda _, inputs, output: _redistributed(output, mesh, Replicate(), Shard(1)))
+        return module
+
+
+def _redistributed(x: Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> Tensor:
+    # The gradient goes the same way back: that of whole rows is whole on every rank, none is a part of a sum.
+    return DTensor.from_local(x, mesh, [now], run_check=False).redistribute(placements=[then]).to_local()
+
+
 class Head(GatherInput):
     """Logits stay split over the vocabulary: a DTensor [B, S, V] in Shard(2). The loss works on the parts."""
 
@@ -141,6 +171,8 @@ STYLES = {
     "width_norm": WidthNorm,
     "hold_heads": HoldHeads,
     "local_input": LocalInput,
+    "own_part": OwnPart,
+    "whole_rows": WholeRows,
     "embedding": Embedding,
     "head": Head,
     "value_head": ValueHead,
@@ -153,13 +185,30 @@ def apply_tp(part: nn.Module, mesh: Mesh, plan: ParallelPlan, cfg: Parallelism) 
         return
     tied = [pair for pair in plan.tied if is_tied(part, *pair)]
     tp = mesh.dense["tp"]
-    styles = {name: STYLES[style]() for pattern, style in plan.tensor.items() for name in matching(part, pattern)}
-    parallelize_module(part, tp, styles)
+    styles = styles_of(part, plan, mesh.degrees.tp)
+    parallelize_module(part, tp, {name: STYLES[style]() for name, style in styles.items()})
     for pair in tied:  # parallelize_module made new parameters
         tie(part, *pair)
     if cfg.enable_async_tensor_parallel:
         _enable_async_tensor_parallel(tp)
     logger.info(f"tensor_parallel={mesh.degrees.tp} modules={len(styles)} async={cfg.enable_async_tensor_parallel}")
+    if not plan.splits_heads(mesh.degrees.tp):
+        logger.info(f"tensor_parallel={mesh.degrees.tp} does not divide heads={plan.heads}: every rank attends with all heads over whole rows")
+
+
+def styles_of(part: nn.Module, plan: ParallelPlan, tp: int) -> dict[str, str]:
+    """Name -> style of the part's modules: the plan's, but for attention whose heads do not divide, the modules around the cores."""
+    styles = {name: style for pattern, style in plan.tensor.items() for name in matching(part, pattern)}
+    if plan.splits_heads(tp):
+        return styles
+    for core in matching(part, plan.cores):
+        attention = core.rpartition(".")[0]
+        for name, module in part.get_submodule(attention).named_modules(prefix=attention):
+            styles.pop(name, None)
+            if module._parameters:  # their gradients are parts of sums over the sequence, as those of norms
+                styles[name] = "local_norm"
+        styles |= {attention: "own_part", core: "whole_rows"}
+    return styles
 
 
 def _enable_async_tensor_parallel(tp: DeviceMesh) -> None:

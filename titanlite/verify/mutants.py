@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from titanlite import losses, trainer
 from titanlite.batch import IGNORE, Batch, with_ahead
@@ -148,6 +148,11 @@ def _divided_twice_on_one_rank() -> Iterator[None]:
         yield
 
 
+def _summed_back(x: Tensor, mesh: Any, now: Placement, then: Placement) -> Tensor:
+    whole = DTensor.from_local(x, mesh, [now], run_check=False).redistribute(placements=[then])
+    return whole.to_local(grad_placements=[Partial() if then.is_replicate() else then])
+
+
 class _Local(tensor.ParallelStyle):
     def _apply(self, module: nn.Module, mesh: Any) -> nn.Module:
         return module
@@ -211,6 +216,10 @@ MUTANTS: dict[str, Mutant] = {
     "chunked_loss_gradient_taken_for_replicated": Mutant(
         "the gradient of hidden states, a sum over vocabulary parts, is labelled replicated (torchtitan 3412)",
         "tp=2,chunk=50", "gradient norm.weight", _replaced(losses, "Partial", Replicate),
+    ),
+    "attention_on_every_rank_counted_by_each": Mutant(
+        "heads do not divide, every rank computes all, and their gradients are taken for parts of a sum",
+        "tp=4", "gradient layers.3.attention_norm.weight", _replaced(tensor, "_redistributed", _summed_back),
     ),
     "half_loss": Mutant(
         "the reported loss leaves out ranks (torchtitan 3329, 3280)",
