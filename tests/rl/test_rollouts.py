@@ -33,8 +33,14 @@ class Scripted:
 
 
 class Sums:
-    def rewards(self, answers):
-        return [Reward(float(text.endswith(" 6"))) for _, text in answers]
+    def __init__(self):
+        self.texts = []
+
+    def submit(self, problem, text):
+        self.texts.append(text)
+
+    def results(self):
+        return [Reward(float(text.endswith(" 6"))) for text in self.texts]
 
 
 class OneTwoThree(Calculator):

@@ -71,5 +71,5 @@ def test_rewards_come_in_order_and_what_fails_has_a_reason_and_no_value(pool):
     answers = ["a", "raise", "sleep", "b", "die", "c", "d"]
     found = pool.rewards([(problem, answer) for answer in answers])
     assert [reward.value for reward in found] == [1, None, None, 1, None, 1, 1]
-    assert [found[i].failure for i in (1, 2, 4)] == ["ValueError: no such number", "no answer within 2 s", "its process ended with 7"]
+    assert [found[i].failure for i in (1, 2, 4)] == ["ValueError: no such number", "timeout: no answer within 2 s", "died: its process ended with 7"]
     assert [reward.value for reward in pool.rewards([(problem, "e")] * 5)] == [1] * 5  # those that ended were replaced

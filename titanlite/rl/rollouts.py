@@ -65,6 +65,7 @@ def collect(
             left = cfg.max_new_tokens - (len(rollout.ids) - len(prompts[s.ordinal])) - len(said)
             if reply is None or left < 1:
                 done.append(rollout)
+                pool.submit(problems[s.ordinal], rollout.text)
                 continue
             nothing = len(said)
             rollout = replace(
@@ -74,9 +75,8 @@ def collect(
             open_[s.ordinal, s.sample] = rollout
             going_on.append(Request(s.ordinal, rollout.ids, (s.sample,), left))
         requests = sorted(going_on, key=lambda request: (request.ordinal, request.samples))
-    done.sort(key=lambda rollout: (rollout.ordinal, rollout.sample))
-    rewards = pool.rewards([(problems[rollout.ordinal], rollout.text) for rollout in done])
-    return [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, rewards)]
+    rewarded = [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, pool.results(), strict=True)]
+    return sorted(rewarded, key=lambda rollout: (rollout.ordinal, rollout.sample))
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,15 @@ class ReasoningGym:
         return None
 
 
-TASKS = {"arithmetic": Arithmetic, "sorting": Sorting, "calculator": Calculator}
+TASKS = {
+    "arithmetic": "titanlite.rl.tasks:Arithmetic",
+    "sorting": "titanlite.rl.tasks:Sorting",
+    "calculator": "titanlite.rl.tasks:Calculator",
+    "math": "titanlite.rl.math_answers:Math",
+    "code": "titanlite.rl.code:Code",
+    "http": "titanlite.rl.judge:Http",
+    "judge": "titanlite.rl.judge:Judge",
+}
 
 
 def build_task(name: str, options: tuple[str, ...], seed: int) -> Task:
@@ -140,12 +148,10 @@ def build_task(name: str, options: tuple[str, ...], seed: int) -> Task:
         values = dict(_option(option) for option in options)
         if name.startswith("reasoning_gym:"):
             return ReasoningGym(seed, name.removeprefix("reasoning_gym:"), **values)
-        if ":" in name:
-            module, _, attribute = name.partition(":")
-            return getattr(importlib.import_module(module), attribute)(seed, **values)
-        if name not in TASKS:
+        if name not in TASKS and ":" not in name:
             raise ConfigError(f"{key}={name!r}: expected one of {', '.join(TASKS)}, reasoning_gym:NAME or my_pkg.my_tasks:MyTask{nearest(name, TASKS)}", key)
-        return TASKS[name](seed, **values)
+        module, _, attribute = TASKS.get(name, name).partition(":")
+        return getattr(importlib.import_module(module), attribute)(seed, **values)
     except ConfigError:
         raise
     except Exception as e:

@@ -11,6 +11,7 @@ import math
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from titanlite.parallel.parallelize import allocate
 from titanlite.resume import Saver, find_checkpoint, setup_from
 from titanlite.rl.generator import EmbeddedGenerator
 from titanlite.rl.policy import SIGNALS, Figures, build_policy_loss
-from titanlite.rl.rewards import RewardPool
+from titanlite.rl.rewards import RewardPool, build_rewards
 from titanlite.rl.rollouts import Rollout, collect, demonstrations, groups_of, minibatches_of
 from titanlite.rl.tasks import Task, build_task
 from titanlite.rl.weights import inference_copy
@@ -89,12 +90,13 @@ def train(cfg: Config, _: Origins) -> int:
             logger.info(f"run={folder} is finished: step {start} of {cfg.training.steps}; a higher --training.steps prolongs it")
             return EXIT_DONE
         task = build_task(cfg.rl.task, cfg.rl.task_options, cfg.debug.seed)
+        task.problem(0)  # what is wrong with its data is told before anything is made
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, None))
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)
         rows = global_batch_size(cfg, mesh.degrees)
         run, positions = setup_from(cfg, mesh, checkpoints, start, rows, f"{cfg.rl.task} {' '.join(cfg.rl.task_options)}")
         frontier = Frontier(0 if positions is None else int(positions[0, 0]), rows // mesh.degrees.batch)
-        pool = RewardPool((cfg.rl.task, cfg.rl.task_options, cfg.debug.seed), n_workers=1, timeout_s=cfg.rl.reward_timeout_s)
+        pool = build_rewards(cfg)
         stack.callback(pool.close)
         record_start(folder, cfg, mesh)
         policy = Policy(run, task, tokenizer, pool, frontier, folder, Figures.empty(mesh.device))
@@ -107,7 +109,7 @@ def train(cfg: Config, _: Origins) -> int:
 def _check(cfg: Config) -> None:
     """Raises ConfigError where reinforcement cannot do what is asked."""
     rl = cfg.rl
-    for key, least in (("group_size", 1), ("prompts_per_step", 1), ("max_new_tokens", 1), ("n_slots", 1), ("minibatches", 1), ("most_refills", 0)):
+    for key, least in (("group_size", 1), ("prompts_per_step", 1), ("max_new_tokens", 1), ("n_slots", 1), ("minibatches", 1), ("most_refills", 0), ("reward_workers", 1), ("reward_memory_gb", 0)):
         if getattr(rl, key) < least:
             raise ConfigError(f"rl.{key}={getattr(rl, key)}: must be at least {least}", f"rl.{key}")
     if not rl.temperature > 0:
@@ -173,6 +175,8 @@ def _steps(policy: Policy) -> Iterator[tuple[dict, StepMetrics]]:
     if cfg.rl.kl_loss != "none" and policy.reference is None:
         policy.reference = _reference(policy)
     rollouts, groups, times, counts = _sampled(policy)
+    if failures := [rollout.failure for rollout in rollouts if rollout.failure]:
+        logger.warning(f"step={run.step + 1} failed_rewards={len(failures)} of {len(rollouts)}, one of them: {failures[0]}")
     _keep(policy, rollouts)
     batches = minibatches_of(cfg.rl, groups, seq_len=cfg.training.seq_len, unit=policy.unit, end_id=policy.tokenizer.end_id)
     microbatches = [_with_logprobs(policy, _mine(run, batch), of_policy=i > 0) for i, batch in enumerate(batches)]
@@ -269,6 +273,8 @@ def _told(rollouts: list[Rollout], counts: dict[str, int]) -> dict[str, float]:
         "sample_tokens": lengths.mean().item(),
         "cut_fraction": sum(not rollout.ended for rollout in rollouts) / len(rollouts),
     }
+    for reason, n in Counter(rollout.failure.partition(":")[0] for rollout in rollouts if rollout.failure).items():
+        told[f"failed_rewards_{reason}"] = n
     for source in sorted({rollout.source for rollout in rollouts}):
         of = [rollout.reward for rollout in rollouts if rollout.source == source and rollout.reward is not None]
         told[f"reward_{source}"] = sum(of) / len(of) if of else math.nan
