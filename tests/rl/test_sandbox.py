@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,13 @@ def test_what_honest_programs_do_works():
         ("import signal, time\nfor s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\ntime.sleep(60)", "more than 0.5 s"),
         ("print('x' * 10**7)", "more output than 65536 bytes"),
         ("x = bytearray(10**10)", "exit code 1"),
-        ("x = []\nwhile True: x.append('x' * 10**6)", "exit code 1"),
+        ("x = []\nwhile True: x.append(bytearray(10**7))", "exit code 1"),
         ("import threading, time\nthreading.stack_size(2**15)\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()", "more than 64 threads"),
     ],
 )
 def test_what_takes_too_much_is_ended(code, fault):
     began = time.monotonic()
-    assert run(code, limits=QUICK).fault == fault
+    assert run(code, limits=replace(QUICK, seconds=20.0) if fault == "exit code 1" else QUICK).fault == fault
     assert time.monotonic() - began < 30
 
 
@@ -162,7 +163,7 @@ def test_no_test_is_passed_by_a_trick(hack):
 
 def test_the_honest_solution_of_the_same_tests_passes():
     assert hold("def solve(n): return n * n", TESTS) == [True] * 3
-    assert hold("def solve(n):\n    if n == 3:\n        while True: pass\n    return n * n", TESTS, QUICK) == [True, True, False]
+    assert hold("def solve(n):\n    if n == 3:\n        while True: pass\n    return n * n", TESTS, Limits(seconds=2.0)) == [True, True, False]
 
 
 def test_a_machine_without_the_lock_fails_loudly(monkeypatch):

@@ -1,12 +1,12 @@
 """Programs, judged by tests that run in a sandbox: rl.task = "code"."""
 
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from titanlite.rl.answers import last_block
 from titanlite.rl.problems import Problems
 from titanlite.rl.sandbox import Limits, hold, run
 from titanlite.rl.tasks import Problem
@@ -67,16 +67,6 @@ class Code:
 
     def reply(self, problem: Problem, answer: str) -> None:
         return None
-
-
-def last_block(text: str) -> str | None:
-    """The last ``` block of a text after its </think>; the whole of one without any; None where a block or a thought does not end."""
-    if "<think>" in text and "</think>" not in text:
-        return None
-    text = text.rpartition("</think>")[2]
-    if not (fences := list(re.finditer(r"^[ \t]*```.*$\n?", text, re.MULTILINE))):
-        return text
-    return None if len(fences) % 2 else text[fences[-2].end() : fences[-1].start()]
 
 
 def _printed(code: str, inputs: Sequence[str], outputs: Sequence[str], limits: Limits) -> list[bool]:

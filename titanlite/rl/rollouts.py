@@ -32,6 +32,7 @@ class Rollout:
     version: int  # of the weights
     reward: float | None = None
     failure: str = ""  # why there is no reward
+    prompt: str = ""
 
     @property
     def n_drawn(self) -> int:
@@ -50,8 +51,9 @@ def collect(
         going_on = []
         for s in generator.generate(requests, temperature=cfg.temperature, seed=seed, version=version):
             before = open_.pop((s.ordinal, s.sample), None) or Rollout(
-                s.ordinal, s.sample, s.prompt, (False,) * len(s.prompt), (0.0,) * len(s.prompt), "", False, problems[s.ordinal].source, version
-            )
+                s.ordinal, s.sample, s.prompt, (False,) * len(s.prompt), (0.0,) * len(s.prompt), "", False, problems[s.ordinal].source, version,
+                prompt=problems[s.ordinal].prompt,
+            )  # fmt: skip
             rollout = replace(
                 before,
                 ids=before.ids + s.ids,

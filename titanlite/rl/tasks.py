@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from titanlite.rl.answers import NUMBER, final_number
 from titanlite.utils import ConfigError, nearest
 
 
@@ -84,6 +85,7 @@ class Calculator:
     """A sum of three numbers with a tool: a turn that ends with `a+b;` gets `=c ` for a reply, twice at most; then the policy says the result."""
 
     CALL = re.compile(r"(\d{1,9})\+(\d{1,9});$")
+    WHOLE = re.compile(r"(?:\d+\+\d+;=\d+ )*\s*(\d+)\s*")
 
     def __init__(self, seed: int, *, digits: int = 2):
         self.seed, self.digits = seed, digits
@@ -98,7 +100,8 @@ class Calculator:
         return [f"{a}+{b};", f"{a + b}+{c};", f"{a + b + c}"]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        return float(answer.rpartition(" ")[2] == str(sum(problem.answer)))
+        said = self.WHOLE.fullmatch(answer)
+        return float(said is not None and said[1] == str(sum(problem.answer)))
 
     def reply(self, problem: Problem, answer: str) -> str | None:
         call = self.CALL.search(answer)
@@ -123,8 +126,8 @@ class ReasoningGym:
         return [str(self.problem(number).answer["answer"])]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        found = re.findall(r"-?\d[\d,]*\.?\d*", answer) if re.fullmatch(r"-?[\d.]+", str(problem.answer["answer"])) else [answer.strip()]
-        return float(self.data.score_answer(answer=found[-1].rstrip(".").replace(",", "") if found else None, entry=self.data[problem.answer["number"]]))
+        number = NUMBER.fullmatch(str(problem.answer["answer"]))
+        return float(self.data.score_answer(answer=final_number(answer) if number else answer.strip(), entry=self.data[problem.answer["number"]]))
 
     def reply(self, problem: Problem, answer: str) -> None:
         return None
