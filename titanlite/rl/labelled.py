@@ -70,7 +70,7 @@ SETS = (
     ),
     Set(
         "reasoning_gym:chain_sum", None, ("RIGHT", "The answer is RIGHT.", "\\boxed{RIGHT}"), ("1 + 2 = RIGHT.", "The sum of 1 and 2 is RIGHT", "**RIGHT**", "It equals RIGHT.", "RIGHT, the answer"),
-        ("WRONG", "1 + RIGHT = WRONG", "RIGHT + WRONG", "-RIGHT", "RIGHT.5", "nothing"), ("1 + 2 =", "The answer is", "", "We get RIGHT + 1 ="), ("RIGHT or WRONG", "WRONG. No wait, RIGHT", "RIGHT. No wait, WRONG", "The answer is WRONG. The answer is RIGHT.", "1 + 2 = WRONG or RIGHT", "1 + 2 = WRONG. Wait, 1 + 2 = RIGHT", "RIGHT, WRONG", "\\boxed{WRONG} \\boxed{RIGHT}", "either RIGHT or WRONG"),
+        ("WRONG", "1 + RIGHT = WRONG", "RIGHT + WRONG", "RIGHT0", "RIGHT.5", "nothing"), ("1 + 2 =", "The answer is", "", "We get RIGHT + 1 ="), ("RIGHT or WRONG", "WRONG. No wait, RIGHT", "RIGHT. No wait, WRONG", "The answer is WRONG. The answer is RIGHT.", "1 + 2 = WRONG or RIGHT", "1 + 2 = WRONG. Wait, 1 + 2 = RIGHT", "RIGHT, WRONG", "\\boxed{WRONG} \\boxed{RIGHT}", "either RIGHT or WRONG"),
         ("min_digits=3", "min_terms=2", "max_terms=2"),
     ),
     Set(
