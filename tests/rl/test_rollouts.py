@@ -9,6 +9,7 @@ from titanlite.batch import IGNORE
 from titanlite.config import RL
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.rl.generator import Sample
+from titanlite.rl.math_answers import Math
 from titanlite.rl.policy import SIGNALS
 from titanlite.rl.rewards import Reward
 from titanlite.rl.rollouts import Group, Rollout, collect, demonstrations, groups_of, minibatches_of
@@ -65,6 +66,23 @@ def test_a_sample_without_room_for_another_turn_ends():
     cfg = RL(group_size=1, baseline="none", max_new_tokens=8)
     (found,) = collect(cfg, OneTwoThree(0), ByteTokenizer(), Scripted("1+2;"), Sums(), [5], seed=0, version=0)
     assert found.text == "1+2;" and found.reward == 0.0
+
+
+def test_a_sandbox_is_a_tool_whose_output_is_put_in_and_not_trained():
+    class Ask(Math):
+        def problem(self, number):
+            return Problem("6*7?", "42", "math")
+
+    task = Ask(0, path="unused.jsonl", tool_calls=1)
+    code = "```python\nprint(6 * 7)\n```"
+    generator = Scripted(code, "\\boxed{42}")
+    (found,) = collect(RL(group_size=1, baseline="none", max_new_tokens=99), task, ByteTokenizer(), generator, Sums(), [0], seed=0, version=0)
+    output = "\n```output\n42\n\n```\n"
+    assert found.text == f"{code}{output}\\boxed{{42}}" and task.reward(task.problem(0), found.text) == 1
+    put_in = bytes(token for token, drawn in zip(found.ids, found.drawn) if not drawn and token != END)
+    assert put_in.decode() == f"6*7?{output}" and found.n_drawn == len(code) + len("\\boxed{42}") + 2
+    assert task.reply(task.problem(0), f"{found.text}\n{code}") is None
+    assert "ZeroDivisionError" in task.reply(task.problem(0), "```\n1/0\n```") and task.reply(task.problem(0), "42") is None
 
 
 def a_group(*rewards: float | None, ordinal: int = 0, tokens: int = 3, ended: bool = True) -> list[Rollout]:

@@ -11,6 +11,7 @@ from titanlite.rl.rewards import Reward, RewardPool
 from titanlite.rl.tasks import Arithmetic, Calculator, Problem, Sorting, build_task
 from titanlite.utils import ConfigError
 
+
 @pytest.mark.parametrize("task", [Arithmetic(3, digits=2), Sorting(3), Calculator(3)])
 def test_demonstrations_are_right_and_problems_depend_on_seed_and_number_only(task):
     for number in (-5, 0, 1, 12345):
