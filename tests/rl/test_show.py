@@ -20,7 +20,8 @@ def run(tmp_path):
         3: [sample(0, 1.0), sample(1, 0.0)],
         12: [
             sample(4, 0.5, 7, text="long \x1b[31mred\nlines"),
-            sample(5, 1.0, 3, source="difference", advantage=1.5),
+            sample(5, 1.0, 3, source="difference"),
+            sample(4, 0.75, 3, sample=1),
             sample(6, None, 2, failure="timeout: no answer within 2 s", ended=False),
         ],
     }
@@ -40,14 +41,14 @@ def heads(lines: list[str]) -> list[str]:
 
 def test_every_step_has_a_line_and_the_newest_is_shown(run, capsys):
     lines = shown(capsys, run)
-    assert [line.split() for line in lines[1:3]] == [["3", "2", "0.500", "0.500", "2.0", "2", "0", "0"], ["12", "3", "0.750", "0.250", "4.0", "7", "1", "1"]]
-    assert lines[4:8] == ["--- problem=4 sample=0 source=sum reward=0.5 tokens=7 ended", "4?", ">>> long \\x1b[31mred", "lines"]
-    assert "reward=1 advantage=+1.500 tokens=3 ended" in lines[9] and "reward=failed (timeout: no answer within 2 s) tokens=2 cut" in lines[13]
+    assert [line.split() for line in lines[1:3]] == [["3", "2", "0.500", "0.500", "2.0", "2", "0", "0"], ["12", "4", "0.750", "0.204", "3.8", "7", "1", "1"]]
+    assert lines[4:8] == ["--- problem=4 sample=0 source=sum reward=0.5 (-0.125 against its group) tokens=7 ended", "4?", ">>> long \\x1b[31mred", "lines"]
+    assert "reward=1 (+0 against its group) tokens=3 ended" in lines[9] and "reward=failed (timeout: no answer within 2 s) tokens=2 cut" in lines[17]
 
 
 def test_samples_are_chosen_and_sorted(run, capsys):
     assert heads(shown(capsys, run, "--step", 3)) == ["problem=0", "problem=1"]
-    assert heads(shown(capsys, run, "--sort", "reward")) == ["problem=5", "problem=4", "problem=6"]
+    assert heads(shown(capsys, run, "--sort", "reward")) == ["problem=5", "problem=4", "problem=4", "problem=6"]
     assert heads(shown(capsys, run, "--sort", "length", "--limit", 1)) == ["problem=4"]
     assert heads(shown(capsys, run, "--source", "difference")) == ["problem=5"] and heads(shown(capsys, run, "--failed")) == ["problem=6"]
 
@@ -57,8 +58,8 @@ def test_a_damaged_line_is_named_and_left_out(run, capsys):
     file.write_text(file.read_text()[:-20] + '\n[]\n{"text": "x"}\n')
     assert main(["rollouts", str(run)]) == 0
     out, err = capsys.readouterr()
-    assert heads(out.splitlines()) == ["problem=4", "problem=5"]
-    assert [line.split(" is damaged")[0] for line in err.splitlines()] == [f"{file}:{n}" for n in (3, 4, 5)]
+    assert heads(out.splitlines()) == ["problem=4", "problem=5", "problem=4"]
+    assert [line.split(" is damaged")[0] for line in err.splitlines()] == [f"{file}:{n}" for n in (4, 5, 6)]
 
 
 @pytest.mark.parametrize(

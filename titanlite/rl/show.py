@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def show_rollouts(run: Path, *, step: int | None, sort: str | None, source: str 
         print(f"{number:>8} {_summary(samples)}")
         if number == step:
             shown = samples
+    means = _means_by_problem(shown)
     sources = sorted({sample["source"] for sample in shown})
     if source is not None and source not in sources:
         raise ConfigError(f"--source={source}: step {step} has {', '.join(sources)}{nearest(source, sources)}")
@@ -37,7 +39,7 @@ def show_rollouts(run: Path, *, step: int | None, sort: str | None, source: str 
             print(f"\n{len(shown)} samples; --limit shows more of them")
             break
         limit -= 1
-        print(f"\n{_told(sample)}")
+        print(f"\n{_told(sample, means)}")
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         try:
             sample = json.loads(line)
-            _told(sample)
+            _told(sample, {})
             samples.append(sample)
         except (ValueError, KeyError, TypeError) as error:
             print(f"{file}:{number} is damaged and left out: {type(error).__name__}: {error}", file=sys.stderr)
@@ -62,10 +64,20 @@ def _summary(samples: list[dict[str, Any]]) -> str:
     return f"{len(samples):>8} {mean:>8.3f} {spread:>8.3f} {sum(lengths) / len(lengths):>8.1f} {max(lengths):>8} {cut:>6} {len(samples) - len(rewards):>6}"
 
 
-def _told(sample: dict[str, Any]) -> str:
-    reward = f"failed ({sample['failure']})" if sample["reward"] is None else f"{sample['reward']:g}"
-    advantage = f" advantage={sample['advantage']:+.3f}" if sample.get("advantage") is not None else ""
-    head = f"problem={sample['ordinal']} sample={sample['sample']} source={sample['source']} reward={reward}{advantage} tokens={sum(sample['drawn'])}"
+def _means_by_problem(samples: list[dict[str, Any]]) -> dict[int, float]:
+    rewards = defaultdict(list)
+    for sample in samples:
+        if sample["reward"] is not None:
+            rewards[sample["ordinal"]].append(sample["reward"])
+    return {ordinal: sum(of) / len(of) for ordinal, of in rewards.items()}
+
+
+def _told(sample: dict[str, Any], means: dict[int, float]) -> str:
+    if sample["reward"] is None:
+        reward = f"failed ({sample['failure']})"
+    else:
+        reward = f"{sample['reward']:g} ({sample['reward'] - means.get(sample['ordinal'], 0.0):+.3g} against its group)"
+    head = f"problem={sample['ordinal']} sample={sample['sample']} source={sample['source']} reward={reward} tokens={sum(sample['drawn'])}"
     return _printable(f"--- {head} {'ended' if sample['ended'] else 'cut'}\n{sample.get('prompt', '')}\n>>> {sample['text']}")
 
 
