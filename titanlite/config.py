@@ -198,11 +198,14 @@ class Metrics:
 class RL:
     task: str = "arithmetic"  # one of titanlite.rl.tasks, reasoning_gym:NAME, or an import path my_pkg.my_tasks:MyTask
     task_options: tuple[str, ...] = ()  # "name=value" each, for the task
+    chat: bool = False  # a prompt is a user's message: it is put by the chat template of model.hf_assets_path
     group_size: int = 8  # samples of a prompt
     prompts_per_step: int = 16
     max_new_tokens: int = 16  # of a sample, all its turns together
     n_slots: int = 64  # samples that a rank draws together
     minibatches: int = 1  # optimizer steps that a step's samples are dealt out to
+    validation_problems: int = 0  # held-out problems, answered greedily every validation_freq steps, at the start and at the end; 0: none
+    validation_freq: int = 10
     warm_up_steps: int = 0  # steps on the task's demonstrations before, of training.steps
     warm_up_lr_scale: float = 1.0  # their learning rate, over optimizer.lr's
     reward_timeout_s: float = 10.0  # after it a reward has failed

@@ -62,6 +62,27 @@ def test_what_is_drawn_does_not_depend_on_slots_and_chunks(n_slots, chunk_tokens
     assert {key: sample.ids for key, sample in found.items()} == {key: sample.ids for key, sample in expected.items()}
 
 
+@pytest.mark.parametrize("family", ["llama3", "minimax"])
+def test_prompts_that_begin_alike_are_drawn_from_as_if_each_stood_alone(family):
+    common = tuple(range(20, 40))
+    wanted = [Request(i, prompt, (0, 1), 8) for i, prompt in enumerate([common, (*common, 1), (*common, 1, 2), common, common[:5], (9, *common)])]
+    together = drawn(build(family, torch.float64), wanted=wanted)
+    for request in wanted:
+        alone = drawn(build(family, torch.float64), wanted=[request])
+        assert all(together[key].ids == sample.ids for key, sample in alone.items())
+
+
+def test_temperature_0_takes_the_likeliest_token():
+    model = build("llama3", torch.float64)
+    generator = EmbeddedGenerator(build("llama3", torch.float64), end_id=END, n_slots=4, max_length=64)
+    for sample in generator.generate(requests(), temperature=0, seed=0, version=0):
+        whole = torch.tensor([sample.prompt + sample.ids])
+        logits = model(whole[:, :-1], torch.arange(whole.shape[1] - 1)[None])[0, len(sample.prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == list(sample.ids)
+        logprobs, _ = label_logprobs(logits[None], whole[:, len(sample.prompt) :], 1.0)
+        torch.testing.assert_close(torch.tensor([sample.logprobs], dtype=torch.float64), logprobs, rtol=0, atol=1e-6)
+
+
 def test_a_prompts_samples_differ_and_so_do_seeds():
     wanted = [Request(7, (1, 2, 3), tuple(range(6)), 8)]
     first, again, other = (drawn(build("llama3"), seed=seed, wanted=wanted) for seed in (0, 0, 1))
@@ -108,7 +129,7 @@ def test_counters_make_even_numbers():
     [
         (Request(4, (1,) * 60, (0,), 5), 1.0, "prompt 4 has 60 tokens and asks for 5 more: slots hold 64"),
         (Request(4, (), (0,), 5), 1.0, "prompt 4 has 0 tokens"),
-        (Request(4, (1,), (0,), 5), 0.0, "temperature=0.0"),
+        (Request(4, (1,), (0,), 5), -1.0, "temperature=-1.0"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(request_, temperature, message):

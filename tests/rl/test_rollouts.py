@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from titanlite.batch import IGNORE
-from titanlite.config import RL
+from titanlite.config import RL, Config
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.rl.generator import Sample
 from titanlite.rl.math_answers import Math
 from titanlite.rl.policy import SIGNALS
 from titanlite.rl.rewards import Reward
-from titanlite.rl.rollouts import Group, Rollout, collect, demonstrations, groups_of, minibatches_of
+from titanlite.rl.rollouts import Group, Rollout, build_encode, collect, demonstrations, groups_of, minibatches_of
 from titanlite.rl.tasks import Calculator, Problem
 
 END = 256
@@ -49,10 +49,15 @@ class OneTwoThree(Calculator):
         return Problem("1+2+3? ", [1, 2, 3], "calculator")
 
 
+def _collect(cfg, generator, *, version=0, task=None):
+    task, tokenizer = task or OneTwoThree(0), ByteTokenizer()
+    return collect(cfg, task, {5: task.problem(5)}, build_encode(Config(), tokenizer), tokenizer, generator, Sums(), seed=0, version=version)
+
+
 def test_turns_and_replies_are_kept_as_tokens_and_replies_are_not_trained():
     cfg = RL(group_size=2, max_new_tokens=40)
     generator = Scripted("1+2;", "3+3;", "6")
-    found = collect(cfg, OneTwoThree(0), ByteTokenizer(), generator, Sums(), [5], seed=0, version=9)
+    found = _collect(cfg, generator, version=9)
     assert [(r.ordinal, r.sample, r.text, r.ended, r.reward, r.version) for r in found] == [(5, i, "1+2;=3 3+3;=6 6", True, 1.0, 9) for i in (0, 1)]
     first = found[0]
     spoken = [END, *b"1+2+3? ", *b"1+2;", END, *b"=3 ", *b"3+3;", END, *b"=6 ", *b"6", END]
@@ -64,7 +69,7 @@ def test_turns_and_replies_are_kept_as_tokens_and_replies_are_not_trained():
 
 def test_a_sample_without_room_for_another_turn_ends():
     cfg = RL(group_size=1, baseline="none", max_new_tokens=8)
-    (found,) = collect(cfg, OneTwoThree(0), ByteTokenizer(), Scripted("1+2;"), Sums(), [5], seed=0, version=0)
+    (found,) = _collect(cfg, Scripted("1+2;"))
     assert found.text == "1+2;" and found.reward == 0.0
 
 
@@ -76,7 +81,7 @@ def test_a_sandbox_is_a_tool_whose_output_is_put_in_and_not_trained():
     task = Ask(0, path="unused.jsonl", tool_calls=1)
     code = "```python\nprint(6 * 7)\n```"
     generator = Scripted(code, "\\boxed{42}")
-    (found,) = collect(RL(group_size=1, baseline="none", max_new_tokens=99), task, ByteTokenizer(), generator, Sums(), [0], seed=0, version=0)
+    (found,) = _collect(RL(group_size=1, baseline="none", max_new_tokens=99), generator, task=task)
     output = "\n```output\n42\n\n```\n"
     assert found.text == f"{code}{output}\\boxed{{42}}" and task.reward(task.problem(0), found.text) == 1
     put_in = bytes(token for token, drawn in zip(found.ids, found.drawn) if not drawn and token != END)
@@ -133,7 +138,7 @@ def test_cut_samples_are_left_out_where_asked():
 
 
 def test_demonstrations_train_turns_and_not_replies():
-    batch = demonstrations(OneTwoThree(0), ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
+    batch = demonstrations(OneTwoThree(0), build_encode(Config(), ByteTokenizer()), ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
     ids = batch.labels[batch.labels != IGNORE].tolist()
     assert ids == [*b"1+2;", END, *b"3+3;", END, *b"6", END]
     assert torch.equal(batch.labels[0, 7:12], torch.tensor([*b"1+2;", END]))

@@ -91,3 +91,13 @@ def test_a_process_for_rewards_holds_no_more_than_it_may_and_ends_with_the_train
     while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < end:
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}/stat").exists()
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "gcd", "letter_counting", "number_sorting", "prime_factorization", "syllogism", "leg_counting"])
+def test_reasoning_gym_takes_its_own_answers_and_no_others_and_holds_questions_out(name):
+    task = build_task(f"reasoning_gym:{name}", (), 3)
+    problems = [task.problem(number) for number in range(8)]
+    for number, problem in enumerate(problems):
+        assert task.reward(problem, task.demonstration(number)[0]) == 1 and task.reward(problem, "nobody knows") < 1
+    assert not {problem.prompt for problem in problems} & {task.held_out(number).prompt for number in range(8)}
+    assert problems == [build_task(f"reasoning_gym:{name}", (), 3).problem(number) for number in range(8)]

@@ -1,7 +1,7 @@
 """Samples from the trained module itself, many at a time: slots with key-value caches that are refilled as soon as a sample ends.
 
 What part of the work a batch, a chunk or a slot has never changes what is drawn: each draw is a pure function of (seed, prompt, sample,
-position). A group's prompt is computed once.
+position). A group's prompt is computed once; what it shares with the prompt before is not computed again.
 """
 
 from collections import deque
@@ -41,7 +41,8 @@ class Sample:
 
 class Generator(Protocol):
     def generate(self, requests: Iterable[Request], *, temperature: float, seed: int, version: int) -> Iterator[Sample]:
-        """Samples as they end, in any order; `version` names the weights that are to draw them."""
+        """Samples as they end, in any order; `version` names the weights that are to draw them. With temperature 0 the likeliest token
+        is taken, and log p is that of temperature 1."""
 
 
 @dataclass
@@ -65,17 +66,20 @@ class EmbeddedGenerator:
     def __init__(self, model: nn.Module, *, end_id: int, n_slots: int, max_length: int, chunk_tokens: int = 512):
         self.model, self.end_id, self.n_slots, self.max_length, self.chunk_tokens = model, end_id, n_slots, max_length, chunk_tokens
         self.device = next(model.parameters()).device
-        self.cores = []
+        self.cores: list[SlotCore | SlotLightningCore] = []
+        self.last_prompt: tuple[int, ...] = ()
         for module in list(model.modules()):
             if hasattr(module, "core"):
                 kind = SlotCore if hasattr(module.core, "attend") else SlotLightningCore
                 module.core = kind(module.core, n_slots + 1, max_length)  # one more, for a prompt
                 self.cores.append(module.core)
 
+        self.sharing = all(isinstance(core, SlotCore) for core in self.cores)
+
     @torch.inference_mode()
     def generate(self, requests: Iterable[Request], *, temperature: float, seed: int, version: int) -> Iterator[Sample]:
-        if not temperature > 0:
-            raise ValueError(f"temperature={temperature}: samples are drawn, so it must be above 0")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature}: must not be below 0")
         waiting, ready, active = iter(requests), deque(), []  # ready: of the prompt in the last slot, samples that wait for one of their own
         prompt_logits = None
         while True:
@@ -104,8 +108,11 @@ class EmbeddedGenerator:
         n = len(request.prompt)
         if n < 1 or n + request.max_new_tokens > self.max_length:
             raise ValueError(f"prompt {request.ordinal} has {n} tokens and asks for {request.max_new_tokens} more: slots hold {self.max_length}")
+        same = n - 1 if self.sharing else 0  # tokens that the prompt before began with, too: their keys and values are there
+        same = next((i for i, (a, b) in enumerate(zip(request.prompt[:same], self.last_prompt)) if a != b), min(same, len(self.last_prompt)))
+        self.last_prompt = request.prompt
         tokens = torch.tensor([request.prompt], device=self.device)
-        for start in range(0, n, self.chunk_tokens):
+        for start in range(same, n, self.chunk_tokens):
             end = min(start + self.chunk_tokens, n)
             logits = self._forward(tokens[:, start:end], torch.arange(start, end, device=self.device)[None], slice(self.n_slots, None), end)
         return logits
@@ -133,9 +140,15 @@ class EmbeddedGenerator:
         return head(hidden)
 
     def _draw(self, slots: list[_Slot], logits: Tensor, temperature: float, seed: int) -> None:
+        if temperature == 0:
+            self._take(slots, logits, logits.argmax(-1, keepdim=True), 1.0)
+            return
         uniform = torch.from_numpy(uniforms(seed, *np.array([(s.request.ordinal, s.sample, len(s.request.prompt) + len(s.ids)) for s in slots], np.uint64).T))
         p = (logits.float() / temperature).softmax(-1).double().cumsum(-1)
         drawn = torch.searchsorted(p, uniform.to(p.device)[:, None] * p[:, -1:], right=True).clamp(max=p.shape[-1] - 1)
+        self._take(slots, logits, drawn, temperature)
+
+    def _take(self, slots: list[_Slot], logits: Tensor, drawn: Tensor, temperature: float) -> None:
         logprobs, _ = label_logprobs(logits[:, None], drawn, temperature)
         for slot, token, logprob in zip(slots, drawn.flatten().tolist(), logprobs.flatten().tolist()):
             slot.last = token

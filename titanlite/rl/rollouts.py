@@ -2,19 +2,21 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.config import RL
+from titanlite.config import RL, Config
+from titanlite.data.chat import chat_prompt, chat_reply
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.rl.algorithms import group_advantages, overlong_penalty, tells_apart, token_weights, whitened
 from titanlite.rl.generator import Generator, Request
 from titanlite.rl.policy import stack_signals
 from titanlite.rl.rewards import RewardPool
-from titanlite.rl.tasks import Task
+from titanlite.rl.tasks import Problem, Task
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,36 @@ class Rollout:
         return sum(self.drawn)
 
 
+class Encode(Protocol):
+    def __call__(self, text: str, *, reply: bool = False) -> list[int]:
+        """Token ids of a prompt, or of what is said to a turn that has ended, up to where the policy says something."""
+
+
+def build_encode(cfg: Config, tokenizer: Tokenizer) -> Encode:
+    """By the model's chat template with `rl.chat`."""
+
+    def encode(text: str, *, reply: bool = False) -> list[int]:
+        if cfg.rl.chat:
+            return (chat_reply if reply else chat_prompt)(cfg.model, tokenizer, text)
+        return tokenizer.encode_prompt(text)[1 if reply else 0 :]  # the first is a document's begin mark
+
+    return encode
+
+
 def collect(
-    cfg: RL, task: Task, tokenizer: Tokenizer, generator: Generator, pool: RewardPool, ordinals: Sequence[int], *, seed: int, version: int
+    cfg: RL,
+    task: Task,
+    problems: Mapping[int, Problem],
+    encode: Encode,
+    tokenizer: Tokenizer,
+    generator: Generator,
+    pool: RewardPool,
+    *,
+    seed: int,
+    version: int,
 ) -> list[Rollout]:
-    """The groups of these problems, with rewards, in order."""
-    problems = {ordinal: task.problem(ordinal) for ordinal in ordinals}
-    prompts = {ordinal: tuple(tokenizer.encode_prompt(problem.prompt)) for ordinal, problem in problems.items()}
+    """The groups of these problems by number, with rewards, in order."""
+    prompts = {ordinal: tuple(encode(problem.prompt)) for ordinal, problem in problems.items()}
     requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
     open_, done = {}, []
     while requests:
@@ -63,7 +89,7 @@ def collect(
                 ended=s.ended,
             )
             reply = task.reply(problems[s.ordinal], rollout.text) if s.ended else None
-            said = tokenizer.encode_prompt(reply)[1:] if reply is not None else []  # without a document's begin mark
+            said = encode(reply, reply=True) if reply is not None else []
             left = cfg.max_new_tokens - (len(rollout.ids) - len(prompts[s.ordinal])) - len(said)
             if reply is None or left < 1:
                 done.append(rollout)
@@ -168,19 +194,19 @@ def _rows(cfg: RL, placed: list[_Placed], seq_len: int, unit: int, end_id: int) 
     return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals))
 
 
-def demonstrations(task: Task, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
+def demonstrations(task: Task, encode: Encode, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
     """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
     groups = []
     for number in numbers:
         problem = task.problem(number)
-        ids, text = list(tokenizer.encode_prompt(problem.prompt)), ""
+        ids, text = list(encode(problem.prompt)), ""
         drawn = [False] * len(ids)
         for turn in task.demonstration(number):
             said = [*tokenizer.encode_prompt(turn)[1:], tokenizer.end_id]
             ids, drawn, text = ids + said, drawn + [True] * len(said), text + turn
             reply = task.reply(problem, text)
             if reply is not None:
-                said = tokenizer.encode_prompt(reply)[1:]
+                said = encode(reply, reply=True)
                 ids, drawn, text = ids + said, drawn + [False] * len(said), text + reply
         groups.append(Group((Rollout(number, 0, tuple(ids), tuple(drawn), (0.0,) * len(ids), text, True, problem.source, 0),), (0.0,)))
     batch = minibatches_of(replace(cfg, minibatches=1, whiten=False), groups, seq_len=seq_len, unit=unit, end_id=tokenizer.end_id)[0]

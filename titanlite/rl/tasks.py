@@ -3,6 +3,7 @@
 import importlib
 import random
 import re
+import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ class Problem:
 
 class Task(Protocol):
     def problem(self, number: int) -> Problem: ...
+
+    def held_out(self, number: int) -> Problem:
+        """Of problems to be judged by."""
 
     def demonstration(self, number: int) -> list[str]:
         """The turns of a sample that answers `problem(number)`: for steps that teach the format before."""
@@ -39,12 +43,15 @@ class Arithmetic:
     def __init__(self, seed: int, *, digits: int = 1, noise: float = 0.0):
         self.seed, self.digits, self.noise = seed, digits, noise
 
-    def problem(self, number: int) -> Problem:
+    def problem(self, number: int | str) -> Problem:
         draw = random.Random(f"{self.seed}/{number}")
         a, b = (draw.randrange(10**self.digits) for _ in range(2))
         if draw.random() < 0.5:
             return Problem(f"{a}+{b}=", str(a + b), "sum")
         return Problem(f"{max(a, b)}-{min(a, b)}=", str(max(a, b) - min(a, b)), "difference")
+
+    def held_out(self, number: int) -> Problem:
+        return self.problem(f"held out {number}")
 
     def demonstration(self, number: int) -> list[str]:
         draw = random.Random(f"{self.seed}/{number}/shown")
@@ -63,10 +70,13 @@ class Sorting:
     def __init__(self, seed: int, *, length: int = 4):
         self.seed, self.length = seed, length
 
-    def problem(self, number: int) -> Problem:
+    def problem(self, number: int | str) -> Problem:
         draw = random.Random(f"{self.seed}/{number}")
         numbers = [draw.randrange(10) for _ in range(self.length)]
         return Problem(f"sort {' '.join(map(str, numbers))}: ", sorted(numbers), "sorting")
+
+    def held_out(self, number: int) -> Problem:
+        return self.problem(f"held out {number}")
 
     def demonstration(self, number: int) -> list[str]:
         return [" ".join(map(str, self.problem(number).answer))]
@@ -90,10 +100,13 @@ class Calculator:
     def __init__(self, seed: int, *, digits: int = 2):
         self.seed, self.digits = seed, digits
 
-    def problem(self, number: int) -> Problem:
+    def problem(self, number: int | str) -> Problem:
         draw = random.Random(f"{self.seed}/{number}")
         numbers = [draw.randrange(10**self.digits) for _ in range(3)]
         return Problem(f"{'+'.join(map(str, numbers))}? ", numbers, "calculator")
+
+    def held_out(self, number: int) -> Problem:
+        return self.problem(f"held out {number}")
 
     def demonstration(self, number: int) -> list[str]:
         a, b, c = self.problem(number).answer
@@ -109,25 +122,49 @@ class Calculator:
 
 
 class ReasoningGym:
-    """A generator of the package reasoning-gym with its own scorer; options are the generator's."""
+    """A generator of the package reasoning-gym with its own scorer; options are the generator's.
+
+    A question is held out, or is not, wherever it comes up: by its own hash.
+    """
+
+    HELD_OUT = 8  # one question in so many
+    STRIDE = 1_000_003  # a prime: from an item of the wrong kind to the next
 
     def __init__(self, seed: int, name: str, **options: Any):
-        import reasoning_gym
-
+        try:
+            import reasoning_gym
+        except ImportError as e:
+            raise ConfigError('rl.task="reasoning_gym:NAME" needs the package reasoning-gym: pip install "titanlite[rl]"', "rl.task") from e
         self.name = name
         # Item i of a data set is made from (seed, i) alone.
         self.data = reasoning_gym.create_dataset(name, seed=seed, size=2**31 - 1, **options)
 
     def problem(self, number: int) -> Problem:
-        item = self.data[number]
-        return Problem(item["question"], {"answer": item["answer"], "number": number}, self.name)
+        return self._item(number, held_out=False)
+
+    def held_out(self, number: int) -> Problem:
+        return self._item(number, held_out=True)
+
+    def _item(self, number: int, held_out: bool) -> Problem:
+        for k in range(1000):
+            i = (number + k * self.STRIDE) % self.data.size
+            item = self.data[i]
+            if (zlib.crc32(item["question"].encode()) % self.HELD_OUT == 0) == held_out:
+                return Problem(item["question"], {"answer": item["answer"], "number": i}, self.name)
+        raise ValueError(f"reasoning_gym:{self.name} has too few questions for some to be held out")
 
     def demonstration(self, number: int) -> list[str]:
         return [str(self.problem(number).answer["answer"])]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        number = NUMBER.fullmatch(str(problem.answer["answer"]))
-        return float(self.data.score_answer(answer=final_number(answer) if number else answer.strip(), entry=self.data[problem.answer["number"]]))
+        entry, right = self.data[problem.answer["number"]], problem.answer["answer"]
+        said = final_number(answer) if NUMBER.fullmatch(str(right)) else answer.strip()
+        try:
+            return float(self.data.score_answer(answer=said, entry=entry))
+        except Exception:
+            if self.data.score_answer(answer=right, entry=entry) != 1:
+                raise
+            return 0.0  # some scorers fail at what they cannot read
 
     def reply(self, problem: Problem, answer: str) -> None:
         return None

@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -37,7 +37,7 @@ from titanlite.resume import Saver, find_checkpoint, setup_from
 from titanlite.rl.generator import EmbeddedGenerator
 from titanlite.rl.policy import SIGNALS, Figures, build_policy_loss
 from titanlite.rl.rewards import RewardPool, build_rewards
-from titanlite.rl.rollouts import Rollout, collect, demonstrations, groups_of, minibatches_of
+from titanlite.rl.rollouts import Encode, Rollout, build_encode, collect, demonstrations, groups_of, minibatches_of
 from titanlite.rl.tasks import Task, build_task
 from titanlite.rl.weights import inference_copy
 from titanlite.run_folder import open_run_folder, record_start
@@ -69,6 +69,7 @@ class Policy:
     frontier: Frontier
     folder: Path
     figures: Figures
+    encode: Encode
     reference: torch.nn.Module | None = None  # weights that the policy should stay near
 
     @property
@@ -99,7 +100,7 @@ def train(cfg: Config, _: Origins) -> int:
         pool = build_rewards(cfg)
         stack.callback(pool.close)
         record_start(folder, cfg, mesh)
-        policy = Policy(run, task, tokenizer, pool, frontier, folder, Figures.empty(mesh.device))
+        policy = Policy(run, task, tokenizer, pool, frontier, folder, Figures.empty(mesh.device), build_encode(cfg, tokenizer))
         saver = Saver(run, frontier, checkpoints, data=f"{cfg.rl.task} {' '.join(cfg.rl.task_options)}") if cfg.checkpoint.enable else None
         if saver:
             stack.callback(saver.close)
@@ -133,10 +134,16 @@ def _loop(policy: Policy, saver: Saver | None) -> int:
     gc.disable()
     metrics = _metrics(run, policy.folder) if run.mesh.rank == 0 else None
     first_step, saved, stop = run.step + 1, True, False
+    if cfg.rl.validation_problems and run.step == 0:
+        figures = _validated(policy)
+        if metrics:
+            metrics.event("validation", step=0, **figures)
     while run.step < cfg.training.steps and not stop:
         before = run.step // max(cfg.checkpoint.interval, 1)
         for record, measured in _steps(policy):
             stop |= measured.stop
+            if cfg.rl.validation_problems and (run.step % cfg.rl.validation_freq == 0 or run.step == cfg.training.steps):
+                record |= _validated(policy)
             if metrics:
                 metrics.step(record)
         last = stop or run.step >= cfg.training.steps
@@ -168,7 +175,7 @@ def _steps(policy: Policy) -> Iterator[tuple[dict, StepMetrics]]:
     if run.step < cfg.rl.warm_up_steps:
         n = cfg.rl.group_size * cfg.rl.prompts_per_step
         numbers = [-1 - (run.step * n + i) for i in range(n)]  # below 0: no problem that is sampled later
-        batch = demonstrations(policy.task, policy.tokenizer, numbers, cfg.rl, seq_len=cfg.training.seq_len, unit=policy.unit)
+        batch = demonstrations(policy.task, policy.encode, policy.tokenizer, numbers, cfg.rl, seq_len=cfg.training.seq_len, unit=policy.unit)
         measured = train_step(run, _mine(run, batch), cross_entropy, lr_scale=cfg.rl.warm_up_lr_scale)
         yield step_record(run, measured, time.perf_counter() - began, 0.0, None), measured
         return
@@ -195,15 +202,15 @@ def _sampled(policy: Policy) -> tuple[list[Rollout], list, dict[str, float], dic
     """(all ranks' samples, groups to train on, seconds, counts). Raises Fault where nothing can be learnt from for too long."""
     run, rl, mesh = policy.run, policy.run.cfg.rl, policy.run.mesh
     began = time.perf_counter()
-    model = inference_copy(run, getattr(torch, run.cfg.training.mixed_precision_param))
-    generator = EmbeddedGenerator(model, end_id=policy.tokenizer.end_id, n_slots=rl.n_slots, max_length=run.cfg.training.seq_len + 1)
+    generator = _generator(policy)
     times, rollouts, groups, counts, rounds = {"sync_s": time.perf_counter() - began}, [], [], {"failed": 0, "alike": 0}, 0
     most = rl.most_refills if rl.dynamic_sampling else rl.most_barren_steps
     while not rounds or (len(groups) < rl.prompts_per_step and rl.dynamic_sampling or not groups) and rounds <= most:
         first, n = policy.frontier.next, rl.prompts_per_step - len(groups)
         mine = range(first + mesh.rank, first + n, mesh.world_size)
+        problems = {number: policy.task.problem(number) for number in mine}
         found = collect(
-            rl, policy.task, policy.tokenizer, generator, policy.pool, mine, seed=run.cfg.debug.seed, version=run.step
+            rl, policy.task, problems, policy.encode, policy.tokenizer, generator, policy.pool, seed=run.cfg.debug.seed, version=run.step
         )
         new = sorted((rollout for part in gathered(found) for rollout in part), key=lambda rollout: (rollout.ordinal, rollout.sample))
         policy.frontier.next += n
@@ -219,6 +226,25 @@ def _sampled(policy: Policy) -> tuple[list[Rollout], list, dict[str, float], dic
         )
     times["generate_s"] = time.perf_counter() - began - times["sync_s"]
     return rollouts, groups, times, counts | {"groups": len(groups)}
+
+
+def _validated(policy: Policy) -> dict[str, float]:
+    """Mean reward of greedy answers to the held-out problems, and how many failed."""
+    run, n = policy.run, policy.run.cfg.rl.validation_problems
+    began = time.perf_counter()
+    generator = _generator(policy)
+    problems = {number: policy.task.held_out(number) for number in range(run.mesh.rank, n, run.mesh.world_size)}
+    greedy = replace(run.cfg.rl, group_size=1, temperature=0.0)
+    found = collect(greedy, policy.task, problems, policy.encode, policy.tokenizer, generator, policy.pool, seed=0, version=run.step)
+    rewards = [rollout.reward for part in gathered(found) for rollout in part if rollout.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else math.nan
+    return {"validation_reward": mean, "validation_failed": n - len(rewards), "validation_s": time.perf_counter() - began}
+
+
+def _generator(policy: Policy) -> EmbeddedGenerator:
+    run, t = policy.run, policy.run.cfg.training
+    model = inference_copy(run, getattr(torch, t.mixed_precision_param))
+    return EmbeddedGenerator(model, end_id=policy.tokenizer.end_id, n_slots=run.cfg.rl.n_slots, max_length=t.seq_len + 1)
 
 
 def _mine(run: Run, batch: Batch) -> list[Batch]:
