@@ -41,7 +41,7 @@ sys.meta_path.insert(0, Blocked)
 
 
 def test_titanlite_its_configuration_and_its_command_import_no_torch():
-    without_torch("import titanlite, titanlite.cli, titanlite.config, titanlite.launch, titanlite.parallel.degrees")
+    without_torch("import titanlite, titanlite.cli, titanlite.rl.show, titanlite.config, titanlite.launch, titanlite.parallel.degrees")
 
 
 def test_every_subcommand_has_help_without_torch():
@@ -104,7 +104,7 @@ def test_config_prints_every_key_its_value_and_where_it_comes_from(tmp_path, cap
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["trian"], "unknown command 'trian': expected one of train, config, verify, generate, checkpoint, import, export, tokenize, rl; did you mean 'train'?"),
+        (["trian"], "unknown command 'trian': expected one of train, config, verify, generate, checkpoint, import, export, tokenize, rl, rollouts; did you mean 'train'?"),
         (["--nproc", "2"], "unknown command '--nproc'"),
         (["train"], "the TOML file is missing. usage: titanlite train CONFIG.toml"),
         (["train", "--training.steps", "3"], "the TOML file is missing"),

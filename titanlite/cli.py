@@ -26,7 +26,7 @@ CONFIG_USAGE = "titanlite config [--from-torchtitan] CONFIG.toml [--section.key 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand; returns the exit code: 0 done, 1 a fault, 2 the user's mistake, 75 stopped with all saved."""
-    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "tokenize": _tokenize, "rl": _rl}
+    commands = {"train": _train, "config": _config, "verify": _verify, "generate": _generate, "checkpoint": _checkpoint, "import": _import, "export": _export, "tokenize": _tokenize, "rl": _rl, "rollouts": _rollouts}
     argv = list(sys.argv[1:] if argv is None else argv)
     name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if name in ("-h", "--help"):
@@ -125,6 +125,22 @@ def _torchrun(nproc: int, timeout_s: int, args: list[str]) -> int:
 def _rl(argv: list[str]) -> int:
     """Train a policy by reinforcement; with --nproc N on N processes of this machine, under torchrun."""
     return _train(argv, "titanlite.rl.train", RL_USAGE, validate_rl)
+
+
+def _rollouts(argv: list[str]) -> int:
+    """Show the samples that a run of reinforcement kept, and a summary of every step."""
+    parser = argparse.ArgumentParser(prog="titanlite rollouts", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("run", type=Path, help="the run's folder, e.g. outputs/rl_debug")
+    parser.add_argument("--step", type=int, help="whose samples are shown; the newest if not given")
+    parser.add_argument("--sort", choices=("reward", "length"), help="highest first; in the order of problems if not given")
+    parser.add_argument("--source", help="only samples of this source")
+    parser.add_argument("--failed", action="store_true", help="only samples whose reward failed")
+    parser.add_argument("--limit", type=int, default=8, help="so many samples at most")
+    args = parser.parse_args(argv)
+    from titanlite.rl.show import show_rollouts
+
+    show_rollouts(args.run, step=args.step, sort=args.sort, source=args.source, failed=args.failed, limit=max(args.limit, 0))
+    return EXIT_DONE
 
 
 def _config(argv: list[str]) -> int:

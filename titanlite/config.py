@@ -209,6 +209,8 @@ class RL:
     warm_up_steps: int = 0  # steps on the task's demonstrations before, of training.steps
     warm_up_lr_scale: float = 1.0  # their learning rate, over optimizer.lr's
     reward_timeout_s: float = 10.0  # after it a reward has failed
+    reward_workers: int = 1  # processes of a rank that make rewards
+    reward_memory_gb: float = 8.0  # that such a process may hold; 0: no limit
     dynamic_sampling: bool = False  # groups whose samples all got the same reward are replaced
     most_refills: int = 10  # rounds of replacing, before a step goes on with what it has
     most_barren_steps: int = 10  # steps in a row without anything to learn from; one more stops the run

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from titanlite.config import Model
-from titanlite.data.chat import chat_prompt
+from titanlite.data.chat import chat_prompt, chat_reply
 from titanlite.data.tokenizer import BPE_END, build_tokenizer
 from titanlite.data.tokenizer_files import FILES, copy_assets, export_tokenizer
 from titanlite.utils import ConfigError
@@ -80,6 +80,20 @@ def test_a_message_is_put_as_transformers_puts_it(place, chat):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     options = {"add_generation_prompt": True, "return_dict": False}
     assert prompt("Grüße!") == theirs.apply_chat_template([{"role": "user", "content": "Grüße!"}], **options)
+
+
+def test_a_reply_follows_what_was_drawn_as_the_whole_talk_would_read(chat):
+    import transformers
+
+    folder, prompt = chat
+    turn = "{{ bos_token }}{{ m['role'] }}\n{{ m['content'] }}{{ eos_token }}"
+    (folder / "chat_template.jinja").write_text(f"{{% for m in messages %}}{turn}.{{% endfor %}}{{% if add_generation_prompt %}}{{{{ bos_token }}}}assistant\n{{% endif %}}")
+    cfg = Model(hf_assets_path=str(folder))
+    tokenizer = build_tokenizer(cfg, None, None)
+    said = [*tokenizer.encode_prompt("4 or 5")[1:], tokenizer.end_id]
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4 or 5"}, {"role": "user", "content": "which?"}]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.backend.decode([*prompt("2+2?"), *said, *chat_reply(cfg, tokenizer, "which?")], skip_special_tokens=False) == theirs
 
 
 def test_without_a_chat_template_a_message_cannot_be_put(chat):

@@ -7,7 +7,7 @@ from titanlite.rl.tasks import Arithmetic, Problem
 
 
 class Unruly(Arithmetic):
-    """What an answer says is done: `sleep`, `die`, `raise`; anything else is worth 1."""
+    """What an answer says is done: `sleep`, `die`, `raise`, `hog`, `nan`; anything else is worth 1."""
 
     def reward(self, problem: Problem, answer: str) -> float:
         if answer == "sleep":
@@ -16,7 +16,9 @@ class Unruly(Arithmetic):
             os._exit(7)
         if answer == "raise":
             raise ValueError("no such number")
-        return 1.0
+        if answer == "hog":
+            bytearray(10**10)
+        return float("nan") if answer == "nan" else 1.0
 
 
 class Alike(Arithmetic):

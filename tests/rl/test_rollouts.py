@@ -6,11 +6,21 @@ import pytest
 import torch
 
 from titanlite.batch import IGNORE
-from titanlite.config import RL
+from titanlite.config import RL, Config
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.rl.generator import Sample
+from titanlite.rl.math_answers import Math
 from titanlite.rl.rewards import Reward
-from titanlite.rl.rollouts import Group, Rollout, collect, demonstrations, groups_of, minibatches_of, with_advantages
+from titanlite.rl.rollouts import (
+    Group,
+    Rollout,
+    build_encode,
+    collect,
+    demonstrations,
+    groups_of,
+    minibatches_of,
+    with_advantages,
+)
 from titanlite.rl.signals import SIGNALS
 from titanlite.rl.tasks import Calculator, Problem
 
@@ -33,8 +43,14 @@ class Scripted:
 
 
 class Sums:
-    def rewards(self, answers):
-        return [Reward(float(text.endswith(" 6"))) for _, text in answers]
+    def __init__(self):
+        self.texts = []
+
+    def submit(self, problem, text):
+        self.texts.append(text)
+
+    def results(self):
+        return [Reward(float(text.endswith(" 6"))) for text in self.texts]
 
 
 class OneTwoThree(Calculator):
@@ -42,9 +58,10 @@ class OneTwoThree(Calculator):
         return Problem("1+2+3? ", [1, 2, 3], "calculator")
 
 
-def _collect(cfg, generator, *, version=0):
-    task, tokenizer = OneTwoThree(0), ByteTokenizer()
-    found, seconds = collect(cfg, task, {5: task.problem(5)}, tokenizer.encode_prompt, tokenizer, generator, Sums(), seed=0, version=version)
+def _collect(cfg, generator, *, version=0, task=None):
+    task, tokenizer = task or OneTwoThree(0), ByteTokenizer()
+    problems, encode = {5: task.problem(5)}, build_encode(Config(), tokenizer)
+    found, seconds = collect(cfg, task, problems, encode, tokenizer, generator, Sums(), seed=0, version=version)
     assert seconds >= 0
     return found
 
@@ -66,6 +83,23 @@ def test_a_sample_without_room_for_another_turn_ends():
     cfg = RL(group_size=1, baseline="none", max_new_tokens=8)
     (found,) = _collect(cfg, Scripted("1+2;"))
     assert found.text == "1+2;" and found.reward == 0.0 and not found.ended  # its turn has ended, the sample was cut
+
+
+def test_a_sandbox_is_a_tool_whose_output_is_put_in_and_not_trained():
+    class Ask(Math):
+        def problem(self, number):
+            return Problem("6*7?", "42", "math")
+
+    task = Ask(0, path="unused.jsonl", tool_calls=1)
+    code = "```python\nprint(6 * 7)\n```"
+    generator = Scripted(code, "\\boxed{42}")
+    (found,) = _collect(RL(group_size=1, baseline="none", max_new_tokens=99), generator, task=task)
+    output = "\n```output\n42\n\n```\n"
+    assert found.text == f"{code}{output}\\boxed{{42}}" and task.reward(task.problem(0), found.text) == 1
+    put_in = bytes(token for token, drawn in zip(found.ids, found.drawn) if not drawn and token != END)
+    assert put_in.decode() == f"6*7?{output}" and found.n_drawn == len(code) + len("\\boxed{42}") + 2
+    assert task.reply(task.problem(0), f"{found.text}\n{code}") is None
+    assert "ZeroDivisionError" in task.reply(task.problem(0), "```\n1/0\n```") and task.reply(task.problem(0), "42") is None
 
 
 def a_group(*rewards: float | None, ordinal: int = 0, tokens: int = 3, ended: bool = True) -> list[Rollout]:
@@ -197,7 +231,7 @@ def test_a_critics_advantages_are_the_explicit_sums_of_its_errors():
 
 
 def test_demonstrations_train_turns_and_not_replies():
-    batch = demonstrations(OneTwoThree(0), ByteTokenizer().encode_prompt, ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
+    batch = demonstrations(OneTwoThree(0), build_encode(Config(), ByteTokenizer()), ByteTokenizer(), [0], RL(), seq_len=48, unit=1)
     ids = batch.labels[batch.labels != IGNORE].tolist()
     assert ids == [*b"1+2;", END, *b"3+3;", END, *b"6", END]
     assert torch.equal(batch.labels[0, 7:12], torch.tensor([*b"1+2;", END]))

@@ -132,7 +132,7 @@ def build_hub(source: DataSource, path: str, skip: bool) -> HubSource:
     if not os.path.isdir(path):
         raise FileNotFoundError(2, "No such folder", path)
     with without_progress_bars(), _as_bad_record():
-        data = load_from_disk(path) if _is_saved(path) else loaded(source, path)
+        data = load_from_disk(path) if is_saved(path) else loaded(source, path)
     if not isinstance(data, Dataset):
         if source.split not in data:
             raise BadRecord(f"no split {source.split!r} among {sorted(data)}{nearest(source.split, data)}")
@@ -162,7 +162,7 @@ def _as_bad_record() -> Iterator[None]:
         raise BadRecord(f"cannot be read as a Hugging Face dataset: {error!r}") from error
 
 
-def _is_saved(path: str) -> bool:
+def is_saved(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, name)) for name in DISK)
 
 

@@ -100,14 +100,14 @@ def _parquet_texts(file: str, text_key: str) -> Iterator[str | BadRecord]:
 
 
 def _jsonl_texts(file: str, text_key: str) -> Iterator[str | BadRecord]:
-    for number, line in _lines(file):
+    for number, line in lines(file):
         try:
-            yield _read_record(line, text_key)
+            yield checked_text(read_record(line), text_key)
         except ValueError as error:
             yield BadRecord(f"{file}:{number}: {error}")
 
 
-def _lines(file: str) -> Iterator[tuple[int, bytes]]:
+def lines(file: str) -> Iterator[tuple[int, bytes]]:
     """(number, line), without the blank lines that end a file; one between records is a record that got lost."""
     blank = []
     with open(file, "rb") as handle:
@@ -120,19 +120,18 @@ def _lines(file: str) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _read_record(line: bytes, text_key: str) -> str:
-    """The text of one JSONL record. Raises ValueError that says what is wrong with it."""
+def read_record(line: bytes) -> object:
+    """One JSONL record. Raises ValueError that says what is wrong with it."""
     if not line:
         raise ValueError("a blank line between records")
     try:
-        record = json.loads(line.decode("utf-8-sig"), strict=False)  # a byte order mark and raw control characters pass
+        return json.loads(line.decode("utf-8-sig"), strict=False)  # a byte order mark and raw control characters pass
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} (0x{error.object[error.start]:02x}) of the line is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}: {reprlib.repr(error.doc)}") from None
     except RecursionError:
         raise ValueError("not JSON that can be read: nested too deeply") from None
-    return checked_text(record, text_key)
 
 
 def checked_text(record: object, text_key: str) -> str:

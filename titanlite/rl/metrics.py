@@ -1,6 +1,7 @@
 """What metrics say of a step of reinforcement."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,8 @@ def of_rollouts(rollouts: list[Rollout], counts: dict[str, int], generate_s: flo
         "cut_fraction": sum(not rollout.ended for rollout in rollouts) / len(rollouts),
         "generated_tokens_per_s": lengths.sum().item() / generate_s,
     }
+    for reason, n in Counter(rollout.failure.partition(":")[0] for rollout in rollouts if rollout.failure).items():
+        told[f"failed_rewards_{reason}"] = n
     for source in sorted({rollout.source for rollout in rollouts}):
         of = [rollout.reward for rollout in rollouts if rollout.source == source and rollout.reward is not None]
         told[f"reward_{source}"] = sum(of) / len(of) if of else math.nan

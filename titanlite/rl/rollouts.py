@@ -3,15 +3,17 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.config import RL
+from titanlite.config import RL, Config
+from titanlite.data.chat import chat_prompt, chat_reply
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.rl.algorithms import (
     gae,
@@ -43,6 +45,7 @@ class Rollout:
     version: int  # of the weights
     reward: float | None = None
     failure: str = ""  # why there is no reward
+    prompt: str = ""
 
     @property
     def n_drawn(self) -> int:
@@ -54,11 +57,27 @@ class Rollout:
         return len(self.ids) - self.drawn.index(True)
 
 
+class Encode(Protocol):
+    def __call__(self, text: str, *, reply: bool = False) -> list[int]:
+        """Token ids of a prompt, or of what is said to a turn that has ended, up to where the policy says something."""
+
+
+def build_encode(cfg: Config, tokenizer: Tokenizer) -> Encode:
+    """By the model's chat template with `rl.chat`."""
+
+    def encode(text: str, *, reply: bool = False) -> list[int]:
+        if cfg.rl.chat:
+            return (chat_reply if reply else chat_prompt)(cfg.model, tokenizer, text)
+        return tokenizer.encode_prompt(text)[1 if reply else 0 :]  # the first is a document's begin mark
+
+    return encode
+
+
 def collect(
     cfg: RL,
     task: Task,
     problems: Mapping[int, Problem],
-    encode: Callable[[str], list[int]],
+    encode: Encode,
     tokenizer: Tokenizer,
     generator: Generator,
     pool: RewardPool,
@@ -66,7 +85,7 @@ def collect(
     seed: int,
     version: int,
 ) -> tuple[list[Rollout], float]:
-    """(the groups of these problems by number, with rewards, in order; seconds that rewards took); `encode` makes a prompt's token ids."""
+    """(the groups of these problems by number, with rewards, in order; seconds that rewards took beyond the drawing)."""
     prompts = {ordinal: tuple(encode(problem.prompt)) for ordinal, problem in problems.items()}
     requests = [Request(ordinal, prompt, tuple(range(cfg.group_size)), cfg.max_new_tokens) for ordinal, prompt in prompts.items()]
     open_, done = {}, []
@@ -74,8 +93,9 @@ def collect(
         going_on = []
         for s in generator.generate(requests, temperature=cfg.temperature, seed=seed, version=version):
             before = open_.pop((s.ordinal, s.sample), None) or Rollout(
-                s.ordinal, s.sample, s.prompt, (False,) * len(s.prompt), (0.0,) * len(s.prompt), "", False, problems[s.ordinal].source, version
-            )
+                s.ordinal, s.sample, s.prompt, (False,) * len(s.prompt), (0.0,) * len(s.prompt), "", False, problems[s.ordinal].source, version,
+                prompt=problems[s.ordinal].prompt,
+            )  # fmt: skip
             rollout = replace(
                 before,
                 ids=before.ids + s.ids,
@@ -85,10 +105,11 @@ def collect(
                 ended=s.ended,
             )
             reply = task.reply(problems[s.ordinal], rollout.text) if s.ended else None
-            said = tokenizer.encode_prompt(reply)[1:] if reply is not None else []  # without a document's begin mark
+            said = encode(reply, reply=True) if reply is not None else []
             left = cfg.max_new_tokens - (len(rollout.ids) - len(prompts[s.ordinal])) - len(said)
             if reply is None or left < 1:
                 done.append(replace(rollout, ended=s.ended and reply is None))
+                pool.submit(problems[s.ordinal], rollout.text)
                 continue
             nothing = len(said)
             rollout = replace(
@@ -98,11 +119,9 @@ def collect(
             open_[s.ordinal, s.sample] = rollout
             going_on.append(Request(s.ordinal, rollout.ids, (s.sample,), left))
         requests = sorted(going_on, key=lambda request: (request.ordinal, request.samples))
-    done.sort(key=lambda rollout: (rollout.ordinal, rollout.sample))
     began = time.perf_counter()
-    rewards = pool.rewards([(problems[rollout.ordinal], rollout.text) for rollout in done])
-    rewarded = [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, rewards)]
-    return rewarded, time.perf_counter() - began
+    rewarded = [replace(rollout, reward=reward.value, failure=reward.failure) for rollout, reward in zip(done, pool.results(), strict=True)]
+    return sorted(rewarded, key=lambda rollout: (rollout.ordinal, rollout.sample)), time.perf_counter() - began
 
 
 @dataclass(frozen=True)
@@ -235,7 +254,7 @@ def _rows(cfg: RL, rollouts: list[Rollout], seq_len: int, unit: int, end_id: int
     return Batch(tokens, labels, positions, documents, signals=stack_signals(**signals)), list(chain(*rows))
 
 
-def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
+def demonstrations(task: Task, encode: Encode, tokenizer: Tokenizer, numbers: Sequence[int], cfg: RL, *, seq_len: int, unit: int) -> Batch:
     """Packed rows of the task's own samples, every token of a turn with the same weight: for `cross_entropy`."""
     shown = []
     for number in numbers:
@@ -247,7 +266,7 @@ def demonstrations(task: Task, encode: Callable[[str], list[int]], tokenizer: To
             ids, drawn, text = ids + said, drawn + [True] * len(said), text + turn
             reply = task.reply(problem, text)
             if reply is not None:
-                said = tokenizer.encode_prompt(reply)[1:]
+                said = encode(reply, reply=True)
                 ids, drawn, text = ids + said, drawn + [False] * len(said), text + reply
         shown.append(Rollout(number, 0, tuple(ids), tuple(drawn), (0.0,) * len(ids), text, True, problem.source, 0))
     batch, _ = _rows(cfg, shown, seq_len, unit, tokenizer.end_id)

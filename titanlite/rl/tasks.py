@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from titanlite.rl.answers import NUMBER, final_number
 from titanlite.utils import ConfigError, nearest
 
 
@@ -94,6 +95,7 @@ class Calculator:
     """A sum of three numbers with a tool: a turn that ends with `a+b;` gets `=c ` for a reply, twice at most; then the policy says the result."""
 
     CALL = re.compile(r"(\d{1,9})\+(\d{1,9});$")
+    WHOLE = re.compile(r"(?:\d+\+\d+;=\d+ )*\s*(\d+)\s*")
 
     def __init__(self, seed: int, *, digits: int = 2):
         self.seed, self.digits = seed, digits
@@ -111,7 +113,8 @@ class Calculator:
         return [f"{a}+{b};", f"{a + b}+{c};", f"{a + b + c}"]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        return float(answer.rpartition(" ")[2] == str(sum(problem.answer)))
+        said = self.WHOLE.fullmatch(answer)
+        return float(said is not None and said[1] == str(sum(problem.answer)))
 
     def reply(self, problem: Problem, answer: str) -> str | None:
         call = self.CALL.search(answer)
@@ -128,8 +131,10 @@ class ReasoningGym:
     STRIDE = 1_000_003  # a prime: from an item of the wrong kind to the next
 
     def __init__(self, seed: int, name: str, **options: Any):
-        import reasoning_gym
-
+        try:
+            import reasoning_gym
+        except ImportError as e:
+            raise ConfigError('rl.task="reasoning_gym:NAME" needs the package reasoning-gym: pip install "titanlite[rl]"', "rl.task") from e
         self.name = name
         # Item i of a data set is made from (seed, i) alone.
         self.data = reasoning_gym.create_dataset(name, seed=seed, size=2**31 - 1, **options)
@@ -152,14 +157,28 @@ class ReasoningGym:
         return [str(self.problem(number).answer["answer"])]
 
     def reward(self, problem: Problem, answer: str) -> float:
-        found = re.findall(r"-?\d[\d,]*\.?\d*", answer) if re.fullmatch(r"-?[\d.]+", str(problem.answer["answer"])) else [answer.strip()]
-        return float(self.data.score_answer(answer=found[-1].rstrip(".").replace(",", "") if found else None, entry=self.data[problem.answer["number"]]))
+        entry, right = self.data[problem.answer["number"]], problem.answer["answer"]
+        said = final_number(answer) if NUMBER.fullmatch(str(right)) else answer.strip()
+        try:
+            return float(self.data.score_answer(answer=said, entry=entry))
+        except Exception:
+            if self.data.score_answer(answer=right, entry=entry) != 1:
+                raise
+            return 0.0  # some scorers fail at what they cannot read
 
     def reply(self, problem: Problem, answer: str) -> None:
         return None
 
 
-TASKS = {"arithmetic": Arithmetic, "sorting": Sorting, "calculator": Calculator}
+TASKS = {
+    "arithmetic": "titanlite.rl.tasks:Arithmetic",
+    "sorting": "titanlite.rl.tasks:Sorting",
+    "calculator": "titanlite.rl.tasks:Calculator",
+    "math": "titanlite.rl.math_answers:Math",
+    "code": "titanlite.rl.code:Code",
+    "http": "titanlite.rl.judge:Http",
+    "judge": "titanlite.rl.judge:Judge",
+}
 
 
 def build_task(name: str, options: tuple[str, ...], seed: int) -> Task:
@@ -169,12 +188,10 @@ def build_task(name: str, options: tuple[str, ...], seed: int) -> Task:
         values = dict(_option(option) for option in options)
         if name.startswith("reasoning_gym:"):
             return ReasoningGym(seed, name.removeprefix("reasoning_gym:"), **values)
-        if ":" in name:
-            module, _, attribute = name.partition(":")
-            return getattr(importlib.import_module(module), attribute)(seed, **values)
-        if name not in TASKS:
+        if name not in TASKS and ":" not in name:
             raise ConfigError(f"{key}={name!r}: expected one of {', '.join(TASKS)}, reasoning_gym:NAME or my_pkg.my_tasks:MyTask{nearest(name, TASKS)}", key)
-        return TASKS[name](seed, **values)
+        module, _, attribute = TASKS.get(name, name).partition(":")
+        return getattr(importlib.import_module(module), attribute)(seed, **values)
     except ConfigError:
         raise
     except Exception as e:

@@ -11,9 +11,8 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ import torch
 from titanlite.batch import Batch
 from titanlite.checkpoint.folder import checkpoint_folder
 from titanlite.config import Config, Origins
-from titanlite.data.chat import chat_prompt
 from titanlite.data.tokenizer import Tokenizer, build_tokenizer, check_vocab
 from titanlite.launch import run_as_command
 from titanlite.losses import cross_entropy
@@ -34,8 +32,17 @@ from titanlite.rl.critic import CRITIC_FIGURES, build_critic_loss, build_policy,
 from titanlite.rl.generator import EmbeddedGenerator
 from titanlite.rl.metrics import Figures, of_rollouts
 from titanlite.rl.policy import POLICY_FIGURES, build_policy_loss
-from titanlite.rl.rewards import RewardPool
-from titanlite.rl.rollouts import Group, Rollout, collect, demonstrations, groups_of, minibatches_of
+from titanlite.rl.rewards import RewardPool, build_rewards
+from titanlite.rl.rollouts import (
+    Encode,
+    Group,
+    Rollout,
+    build_encode,
+    collect,
+    demonstrations,
+    groups_of,
+    minibatches_of,
+)
 from titanlite.rl.score import load_reference, microbatches_of, scored
 from titanlite.rl.tasks import Task, build_task
 from titanlite.rl.validate import validate_rl
@@ -69,7 +76,7 @@ class Policy:
     frontier: Frontier
     folder: Path
     figures: Figures
-    encode: Callable[[str], list[int]]  # a prompt's token ids
+    encode: Encode
     reference: list[torch.nn.Module] | None = None  # weights that the policy should stay near
 
     @property
@@ -91,6 +98,7 @@ def train(cfg: Config, _: Origins) -> int:
             logger.info(f"run={folder} is finished: step {start} of {cfg.training.steps}; a higher --training.steps prolongs it")
             return EXIT_DONE
         task = build_task(cfg.rl.task, cfg.rl.task_options, cfg.debug.seed)
+        task.problem(0)  # what is wrong with its data is told before anything is made
         tokenizer = on_rank_0(lambda: build_tokenizer(cfg.model, folder, None))
         check_vocab(tokenizer, get_args(cfg.model).vocab_size)
         rows = global_batch_size(cfg, mesh.degrees)
@@ -98,11 +106,10 @@ def train(cfg: Config, _: Origins) -> int:
         if run.critic is not None and "critic" not in cfg.checkpoint.exclude_from_loading:
             run.critic.step = max(run.step - cfg.rl.warm_up_steps, 0)
         frontier = Frontier(0 if positions is None else int(positions[0, 0]), rows // mesh.degrees.batch)
-        pool = RewardPool((cfg.rl.task, cfg.rl.task_options, cfg.debug.seed), n_workers=1, timeout_s=cfg.rl.reward_timeout_s)
+        pool = build_rewards(cfg)
         stack.callback(pool.close)
         record_start(folder, cfg, mesh)
-        encode = partial(chat_prompt, cfg.model, tokenizer) if cfg.rl.chat else tokenizer.encode_prompt
-        policy = Policy(run, task, tokenizer, pool, frontier, folder, Figures.empty(mesh.device, **POLICY_FIGURES), encode)
+        policy = Policy(run, task, tokenizer, pool, frontier, folder, Figures.empty(mesh.device, **POLICY_FIGURES), build_encode(cfg, tokenizer))
         saver = Saver(run, frontier, checkpoints, data=f"{cfg.rl.task} {' '.join(cfg.rl.task_options)}") if cfg.checkpoint.enable else None
         if saver:
             stack.callback(saver.close)
@@ -166,6 +173,8 @@ def _steps(policy: Policy) -> Iterator[tuple[dict, StepMetrics]]:
     if run.critic is not None and run.critic.step == 0:
         start_critic(run)
     rollouts, groups, times, counts = _sampled(policy)
+    if failures := [rollout.failure for rollout in rollouts if rollout.failure]:
+        logger.warning(f"step={run.step + 1} failed_rewards={len(failures)} of {len(rollouts)}, one of them: {failures[0]}")
     _keep(policy, rollouts)
     told = of_rollouts(rollouts, counts, times["generate_s"])
     before_s = time.perf_counter() - began

@@ -9,7 +9,7 @@ _AT_LEAST = {
     "group_size": 1, "prompts_per_step": 1, "max_new_tokens": 1, "n_slots": 1, "minibatches": 1, "warm_up_steps": 0, "warm_up_lr_scale": 0,
     "most_refills": 0, "most_barren_steps": 0, "advantage_eps": 0, "overlong_buffer_tokens": 0, "critic_lr": 0, "critic_warm_up_steps": 0,
     "value_clip": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "kl_coef": 0, "kl_reward_coef": 0, "rollout_low": 0, "rollout_high": 0,
-    "off_policy_kl": 0, "validation_problems": 0, "validation_freq": 1,
+    "off_policy_kl": 0, "validation_problems": 0, "validation_freq": 1, "reward_workers": 1, "reward_memory_gb": 0,
 }  # fmt: skip
 
 # A key of a layout of the trainer, its value without that, and why reinforcement does not go with it: "" where it does.
