@@ -27,8 +27,8 @@ from titanlite.utils import ConfigError
 def microbatches_of(run: Run, batch: Batch) -> list[Batch]:
     """This rank's part of the rows of all ranks, in microbatches."""
     n, size = len(batch.tokens) // run.mesh.degrees.batch, run.cfg.training.local_batch_size
-    start = run.mesh.batch_rank * n
-    return [place(run, Batch(*(None if x is None else x[i : i + size] for x in batch)))._replace(ahead=None) for i in range(start, start + n, size)]
+    mine = Batch(*(None if x is None else x[run.mesh.batch_rank * n :][:n] for x in batch))
+    return [place(run, Batch(*(None if x is None else x[i : i + size] for x in mine)))._replace(ahead=None) for i in range(0, n, size)]
 
 
 def on_rows(parts: list[nn.Module], run: Run, batch: Batch, fn: Callable[[Tensor, Batch], Tensor]) -> Tensor:

@@ -82,9 +82,8 @@ class Policy:
     @property
     def unit(self) -> int:
         """Rows of a step are a multiple of it."""
-        p, t, degrees = self.run.cfg.parallelism, self.run.cfg.training, self.run.mesh.degrees
-        rows = t.local_batch_size if degrees.pp == 1 else math.lcm(t.local_batch_size, p.pipeline_parallel_microbatch_size * 2 * degrees.pp)
-        return rows * degrees.batch
+        degrees = self.run.mesh.degrees
+        return degrees.batch if degrees.pp == 1 else degrees.batch * self.run.cfg.parallelism.pipeline_parallel_microbatch_size * 2 * degrees.pp
 
 
 def train(cfg: Config, _: Origins) -> int:
