@@ -8,7 +8,7 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.runs import full
-from titanlite import resume, train
+from titanlite import train
 from titanlite.cli import main
 from titanlite.config import load_config
 from titanlite.generate import _choose, generate, load_run
@@ -132,10 +132,10 @@ def test_a_temperature_of_or_near_0_takes_the_likeliest(temperature):
 
 def _train(cfg) -> dict:
     """Trains, and gives back the weights that the last step left."""
-    runs, setup = [], resume.setup
-    resume.setup = lambda *args: runs.append(setup(*args)) or runs[0]
+    runs, setup_from = [], train.setup_from
+    train.setup_from = lambda *args: runs.append(setup_from(*args)) or runs[0]
     code = train.train(cfg, {})
-    return {"code": code, **{name: full(p) for part in runs[0].parts for name, p in part.named_parameters()}}
+    return {"code": code, **{name: full(p) for part in runs[0][0].parts for name, p in part.named_parameters()}}
 
 
 @pytest.fixture(scope="module")

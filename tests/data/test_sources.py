@@ -243,7 +243,7 @@ def test_jsonl_data_converted_earlier_are_never_stale(jsonl):
 def test_jsonl_data_are_converted_once(jsonl, monkeypatch):
     path = jsonl({"text": "a"}, b"broken")
     first = build_source("jsonl", path, skip_bad_records=True)
-    monkeypatch.setattr(records, "_read_record", None)
+    monkeypatch.setattr(records, "read_record", None)
     again = build_source("jsonl", path, skip_bad_records=True)
     assert documents(again) == ["a"] and again.skipped == first.skipped == 1
 
