@@ -36,3 +36,12 @@ class OddFirst(Arithmetic):
 
     def reward(self, problem: Problem, answer: str) -> float:
         return float(bool(answer) and ord(answer[0]) % 2)
+
+
+class HalfBroken(OddFirst):
+    """As OddFirst, with a verifier that is down for every other right answer."""
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        if int(problem.answer) % 2:
+            raise RuntimeError("the verifier is down")
+        return super().reward(problem, answer)

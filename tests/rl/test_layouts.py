@@ -7,6 +7,7 @@ are ranks without one. Weights move between scoring and training, so ratios of a
 import functools
 import zlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def scale(run: Run, by: float) -> None:
             p.data.mul_(1 + by * (zlib.crc32(name.encode()) % 7 - 3))
 
 
-def a_step(cfg: Config, kind: str) -> dict[tuple[str, int], tuple[dict[str, np.ndarray], dict[str, float]]]:
+def a_step(cfg: Config, kind: str, losses: dict[str, dict] = LOSSES) -> dict[tuple[str, int], tuple[dict[str, np.ndarray], dict[str, float]]]:
     """{(loss, minibatch): (this rank's gradients by name, the losses' figures)}"""
     run = build_policy(cfg, join(cfg))
     reference, critic, seen = setup(cfg, run.mesh), run.critic, {}
@@ -114,7 +115,7 @@ def a_step(cfg: Config, kind: str) -> dict[tuple[str, int], tuple[dict[str, np.n
         one.optimizer.register_step_pre_hook(take)
     home = [(p, p.detach().clone()) for one in (run, critic) for p in one.parameters()]
     found = {}
-    for name, values in LOSSES.items():
+    for name, values in losses.items():
         rl = override(cfg, {f"rl.{key}": value for key, value in ({"advantage": "group", "clip_low": 0.1, "clip_high": 0.1} | values).items()}).rl
         run.cfg, run.step, critic.step = replace(cfg, rl=rl), 0, 0
         run.critic = critic if rl.advantage == "gae" else None
@@ -137,15 +138,24 @@ def a_step(cfg: Config, kind: str) -> dict[tuple[str, int], tuple[dict[str, np.n
     return found
 
 
+def configured(folder: Path, *options: str) -> Config:
+    values = {"rl.advantage": "gae", "rl.minibatches": 2, "rl.group_size": SIZE, "rl.max_new_tokens": 12, "optimizer.lr": 0.0, "rl.critic_lr": 0.0}
+    return override(small_config(folder, "--model.name", "tests.rl.models", "--model.flavor", "dense", *options), values)
+
+
+def worst(ours: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> tuple[str, float]:
+    """(the gradient that is off furthest, by how much, over its largest entry), of those that are here."""
+    errors = {name: float(np.abs(ours[name] - expected[name]).max() / np.abs(expected[name]).max()) for name in ours}
+    return max(errors.items(), key=lambda error: error[1])
+
+
 @pytest.fixture(scope="module")
 def stepped(tmp_path_factory):
     folder, gangs = tmp_path_factory.mktemp("layouts"), {}
 
     @functools.cache
     def of(ranks: int, options: tuple, kind: str):
-        values = {"rl.advantage": "gae", "rl.minibatches": 2, "rl.group_size": SIZE, "rl.max_new_tokens": 12, "optimizer.lr": 0.0, "rl.critic_lr": 0.0}
-        cfg = override(small_config(folder, "--model.name", "tests.rl.models", "--model.flavor", "dense", *options), values)
-        return gangs.setdefault(ranks, Gang(ranks, timeout_s=300)).run(a_step, cfg, kind)
+        return gangs.setdefault(ranks, Gang(ranks, timeout_s=300)).run(a_step, configured(folder, *options), kind)
 
     yield of
     for gang in gangs.values():
@@ -168,10 +178,8 @@ def test_gradients_and_figures_are_those_of_one_rank(stepped, layout, microbatch
         assert gradients.keys() == set().union(*(ours[loss, i][0] for ours in everywhere))
         for ours in everywhere:
             mine, told = ours[loss, i]
-            # Sums of some thousand terms in other orders, over each gradient's largest entry.
-            errors = {name: float(np.abs(mine[name] - gradients[name]).max() / np.abs(gradients[name]).max()) for name in mine}
-            worst = max(errors, key=errors.get)
-            assert errors[worst] < 1e-12, f"{loss}, minibatch {i}: {worst} is off by {errors[worst]}"
+            name, error = worst(mine, gradients)
+            assert error < 1e-12, f"{loss}, minibatch {i}: {name} is off by {error}"  # sums of some thousand terms in other orders
             assert told == pytest.approx(figures, rel=1e-10, abs=1e-12), f"{loss}, minibatch {i}"
 
 

@@ -115,11 +115,23 @@ def test_what_the_ranks_are_changes_no_problem_and_no_draw(train):
     assert ids[0] == ids[1]
 
 
-def test_without_a_learning_rate_trainer_and_generator_stay_the_same(train):
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "dtype, gap",
+    [
+        ("float32", 1e-5),  # logprobs of order 5, over a temperature of 0.7, of two orders of sums: some units of 6e-8 times 7
+        # Logits of up to 4 are rounded to 2^-9 of themselves, so two of them in a log p, over 0.7, may differ by 0.022 by their own rounding alone; four
+        # blocks' come in before. A wrong temperature is off by more than 1.
+        ("bfloat16", 0.1),
+    ],
+)
+def test_without_a_learning_rate_trainer_and_generator_stay_the_same(train, ranks, dtype, gap):
     options = ("--training.steps", 50, "--lr_scheduler.total_steps", 50, "--optimizer.lr", 0, "--rl.warm_up_steps", 0, "--checkpoint.no-enable")
-    assert train("still", *options, ranks=2) == 0
-    # fp32 logprobs of order 5, of two orders of sums: gaps of 1e-6, whose k3 is half their square.
-    assert max(record["kl_rollout"] for record in records(train.folder / "still")) < 1e-10
+    options += ("--rl.temperature", 0.7, "--rl.prompts_per_step", 2, "--training.mixed_precision_param", dtype)
+    assert train("still", *options, ranks=ranks) == 0
+    found = records(train.folder / "still")
+    assert len(found) == 50 and {(record["ratio"], record["kl_old"]) for record in found} == {(1, 0)}
+    assert 0 < max(record["logprob_gap_max"] for record in found) < gap and max(record["kl_rollout"] for record in found) < gap**2 / 2 + 1e-7
 
 
 def test_minibatches_are_steps_and_a_later_one_is_off_policy(train):
