@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanlite.losses import label_logprobs
 from titanlite.rl.algorithms import (
     cispo_loss,
     gae,
@@ -18,6 +19,7 @@ from titanlite.rl.algorithms import (
     log_ratio,
     off_policy_mask,
     ppo_loss,
+    reinforce_loss,
     returns,
     rollout_weights,
     sequence_ratio,
@@ -62,9 +64,13 @@ LOSSES = {
     ("verl", "ppo dual 1.1"): ("token", lambda x: ppo(x, dual_clip=1.1)),
     ("verl", "ppo truncated"): ("token", lambda x: ppo(x, dual_clip=3.0) * rollout_weights(OLD, ROLLOUT, "truncate", high=1.2)),
     ("verl", "gspo"): ("sequence", lambda x: gspo(x, "token")),
+    ("verl", "reinforce"): ("sequence", lambda x: reinforce_loss(x, A)),
+    ("verl", "k3+"): ("token", lambda x: kl_loss(x, REFERENCE, "k2")),  # its gradient: verl shows k3's value with it
     ("verl", "cispo"): ("token", lambda x: cispo(x, clip_low=0.3, clip_high=0.25)),
     ("trl", "grpo"): ("sequence", ppo),
+    ("trl", "grpo, delta"): ("sequence", lambda x: ppo(x, dual_clip=1.35)),
     ("trl", "dapo"): ("token", ppo),
+    ("trl", "bnpo"): ("token", ppo),
     ("trl", "dr_grpo"): ("constant", ppo),
     ("trl", "gspo"): ("sequence", lambda x: gspo(x, "sequence")),
     ("trl", "cispo"): ("token", lambda x: cispo(x, clip_low=1.0, clip_high=0.25)),  # its bound is 1.25 itself, and there is none below
@@ -81,13 +87,14 @@ def test_losses_and_gradients_are_those_of_others(where, name):
     loss = (token_weights(OF, LENGTHS, kind, most_tokens=5) * loss_of(logprobs)).sum()
     loss.backward()
     theirs = ORACLE[where][name]
-    torch.testing.assert_close(loss.item(), theirs["loss"], **CLOSE)
+    if name != "k3+":
+        torch.testing.assert_close(loss.item(), theirs["loss"], **CLOSE)
     torch.testing.assert_close(logprobs.grad, flat(theirs["gradient"]), **CLOSE)
 
 
 def test_every_number_that_is_kept_is_compared():
     assert {name for where, name in LOSSES if where == "trl"} == set(ORACLE["trl"])
-    assert {name for where, name in LOSSES if where == "verl"} == {name for name, value in ORACLE["verl"].items() if isinstance(value, dict)} - {"value"}
+    assert {name for where, name in LOSSES if where == "verl"} == {name for name, value in ORACLE["verl"].items() if isinstance(value, dict)} - {"value", "entropy"}
 
 
 def test_the_critics_loss_is_verls():
@@ -103,21 +110,40 @@ def test_estimates_of_the_divergence_are_verls(kind):
     torch.testing.assert_close(kl_estimate(DATA["logprobs"], REFERENCE, kind), flat(ORACLE["verl"][kind]), **CLOSE)
 
 
+def test_entropies_and_their_gradients_are_verls():
+    theirs = {name: torch.tensor(values, dtype=torch.float64) for name, values in ORACLE["verl"]["entropy"].items()}
+    logits, labels = theirs["logits"].requires_grad_(), torch.zeros(1, 3, dtype=torch.int64)
+    found = label_logprobs(logits[None], labels)[1][0]
+    torch.testing.assert_close(found, theirs["values"], **CLOSE)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), logits)[0], theirs["gradient"], **CLOSE)
+
+
+def test_corrections_of_the_generator_are_verls():
+    bounds, of = {"low": 0.8, "high": 1.2}, {"sequences": OF, "lengths": LENGTHS}
+    torch.testing.assert_close(rollout_weights(OLD, ROLLOUT, "truncate", **bounds), flat(ORACLE["verl"]["weights truncated"]), **CLOSE)
+    torch.testing.assert_close(rollout_weights(OLD, ROLLOUT, "mask", **bounds), flat(ORACLE["verl"]["weights in bounds"]), **CLOSE)
+    kept = rollout_weights(OLD, ROLLOUT, "mask", low=1 / 1.1, high=1 / 0.9, **of) > 0  # verl's bounds, 0.9 and 1.1, are on the inverse ratio
+    assert torch.equal(kept.double(), flat(ORACLE["verl"]["sequences in bounds"])) and 0 < kept.double().mean() < 1
+
+
 def test_advantages_are_verls():
     rewards = torch.tensor(ORACLE["inputs"]["rewards"], dtype=torch.float64).view(2, 3)
     grpo = group_advantages(rewards, deviation="sample", eps=1e-6)
     torch.testing.assert_close(grpo.flatten(), torch.tensor(ORACLE["verl"]["grpo"], dtype=torch.float64), **CLOSE)
     rloo = group_advantages(rewards, baseline="leave_one_out", deviation="none")
     torch.testing.assert_close(rloo.flatten(), torch.tensor(ORACLE["verl"]["rloo"], dtype=torch.float64), **CLOSE)
+    centred = group_advantages(rewards, deviation="none")
+    torch.testing.assert_close(centred.flatten(), torch.tensor(ORACLE["verl"]["dr_grpo"], dtype=torch.float64), **CLOSE)
 
 
 def test_rewards_along_a_sequence_are_verls():
     rewards = torch.zeros(20, dtype=torch.float64)
     rewards[LENGTHS.cumsum(0) - 1] = torch.tensor(ORACLE["inputs"]["rewards"], dtype=torch.float64)
-    _, targets = gae(rewards, DATA["values"], LENGTHS.tolist(), gamma=0.95, lam=0.9)
+    advantages, targets = gae(rewards, DATA["values"], LENGTHS.tolist(), gamma=0.95, lam=0.9)
     torch.testing.assert_close(targets, flat(ORACLE["verl"]["gae returns"]), **CLOSE)
     # verl whitens with the sample deviation, over T - 1.
     unbiased = (19 / 20) ** 0.5
+    torch.testing.assert_close(whitened(advantages) * unbiased, flat(ORACLE["verl"]["gae whitened"]), **CLOSE)
     torch.testing.assert_close(whitened(returns(rewards, LENGTHS.tolist(), gamma=0.9)) * unbiased, flat(ORACLE["verl"]["reinforce++"]), **CLOSE)
     baseline = group_advantages(torch.tensor(ORACLE["inputs"]["rewards"], dtype=torch.float64).view(2, 3), deviation="none").flatten()[OF]
     torch.testing.assert_close(whitened(baseline) * unbiased, flat(ORACLE["verl"]["reinforce++ baseline"]), **CLOSE)

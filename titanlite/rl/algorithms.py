@@ -224,9 +224,3 @@ def kl_loss(logprobs: Tensor, reference: Tensor, kind: Literal["k2", "k3", "k3_w
     if kind == "k3_weighted":
         return log_ratio(logprobs, old).exp() * kl_estimate(logprobs, reference, "k3")
     return kl_estimate(logprobs, reference, kind)
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """[...] of the distributions [..., V], in nats, in fp32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
